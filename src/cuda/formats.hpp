@@ -1,0 +1,40 @@
+// Layouts in device memory that kernels hand to each other. Host- and device-includable; no CUDA types.
+//
+// Chunk slots: sequence n with first token bos (counted over the whole [B * T] buffer) owns slots bos / 64 + n + c for its chunks c = 0, 1, ..;
+// these never collide and number at most B * T / 64 + N, so nothing needs a prefix sum over the lengths, and shapes alone size every buffer.
+// The first slot after a sequence's last chunk and before the next one's first may be unused: its record has rows = 0.
+//
+// All [slot][value head] arrays: index = slot * num_v_heads + v_head.
+#pragma once
+
+#include <cstdint>
+
+namespace qla::cuda {
+
+struct ChunkRecord {     // chunk_table[slot], written by the plan kernel
+  int64_t token;         // first token, over [B * T]
+  int32_t rows;          // 1..64; 0: unused slot
+  int32_t sequence;
+};
+static_assert(sizeof(ChunkRecord) == 16);
+
+// Abar (F3) and Pg (F6): lower 16 x 16 blocks only, 16-bit, four panels, one a k16 step: panel w holds rows 16 w .. 63 of columns 16 w .. 16 w + 15,
+// 32 bytes a row, 32-byte swizzle (byte ^= (byte >> 7 & 1) << 4), panels back to back at 0, 2048, 3584, 4608.
+// The consumer lays panel w at 2560 w of an 8-KiB tile whose other bytes are standing zeros and reads k16 step w as a 64-row right operand at 2048 w.
+inline constexpr int kTileBytes = 5120;
+inline constexpr int kTileSmemBytes = 8192;
+constexpr int panel_offset(int w) { return w * 2048 - w * (w - 1) / 2 * 512; }
+constexpr int panel_bytes(int w) { return 2048 - 512 * w; }
+
+// Gate vectors of a chunk, float[64] each. Part A (1 KiB, what the recurrences load):
+//   k_scale = gamma_i rk_i      on (KS)^T            (F4)      rk, rq = inverse norms, 1 without normalisation
+//   q_scale = scale gamma_i rq_i on (QS)^T           (F7)
+//   e_scale = tail_i beta_i rk_i on Delta            (F8)
+//   gamma   = exp(g_i); gamma[63] is gamma_C of the chunk, also of a tail chunk (raw gate 0 in rows past the end)
+// Part B (1 KiB, for backward): g (natural-log cumsum), beta, rk, rq.
+// Pg carries scale, rq_i (rows), rk_j beta_j (columns): O = q_scale (Q S) + Pg Delta. Abar carries rk_i rk_j beta_j inside the inverse.
+inline constexpr int kVecK = 0, kVecQ = 64, kVecE = 128, kVecGamma = 192, kVecG = 256, kVecBeta = 320, kVecRk = 384, kVecRq = 448;
+inline constexpr int kVecFloats = 512;          // one record: 2 KiB at vec[index]
+inline constexpr int kVecBytesForward = 1024;   // part A
+
+}  // namespace qla::cuda
