@@ -37,4 +37,33 @@ inline constexpr int kVecK = 0, kVecQ = 64, kVecE = 128, kVecGamma = 192, kVecG 
 inline constexpr int kVecFloats = 512;          // one record: 2 KiB at vec[index]
 inline constexpr int kVecBytesForward = 1024;   // part A
 
+// One unit of work of a recurrence kernel (forward, state pass, reverse pass), written by the plan kernel: a segment of one value head,
+// all of V or one half of it. Kernels walk `chunks` chunks from slot `slot` on (the reverse pass from the last one down).
+struct WorkItem {
+  int64_t token;        // first token of the first chunk walked, warm-up included, over [B * T]
+  int32_t slot;         // its chunk slot; consecutive chunks of a sequence have consecutive slots
+  int32_t chunks;       // chunks walked, warm-up included; 0: an empty sequence (only its final state is written)
+  int32_t warmup;       // of these, walked first with output off
+  int32_t last_rows;    // rows of the last chunk walked, 1..64
+  int32_t sequence;
+  int32_t v_head;
+  int32_t v_part;       // 0 or 1: which 64 value columns with V-split; 0 otherwise
+  int32_t start;        // QLA_START_*
+  int32_t start_index;  // QLA_START_MERGED: index into the merged start states (fp32 [V][K] of a head, written by cp_merge)
+  int32_t is_last;      // 1: the sequence's last segment: writes the final state
+  int32_t segment;      // index of the segment in its sequence
+  int32_t reserved[3];
+};
+static_assert(sizeof(WorkItem) == 64);
+
+struct PlanHeader {     // first bytes of the plan buffer; items follow at a 256-byte boundary
+  int32_t num_items;
+  int32_t next_item;    // queue counter of a persistent grid; reset by the plan kernel
+  int32_t num_merges;
+  int32_t valid_tokens; // 1: boundaries were in range; 0: clamped (never written outside the buffers)
+  int64_t end_token;    // first token past the last sequence: rows from here on are written as zeros
+  int32_t reserved[10];
+};
+static_assert(sizeof(PlanHeader) == 64);
+
 }  // namespace qla::cuda
