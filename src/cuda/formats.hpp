@@ -52,9 +52,15 @@ struct WorkItem {
   int32_t start_index;  // QLA_START_MERGED: index into the merged start states (fp32 [V][K] of a head, written by cp_merge)
   int32_t is_last;      // 1: the sequence's last segment: writes the final state
   int32_t segment;      // index of the segment in its sequence
-  int32_t reserved[3];
+  int32_t first_chunk;     // index in its sequence of the first chunk walked
+  int32_t chunk_base;      // chunks of all earlier sequences: row of the h snapshots is chunk_base + chunk
+  int32_t checkpoint_base; // state checkpoints of all earlier sequences
 };
 static_assert(sizeof(WorkItem) == 64);
+
+// Beside QLA_START_*: S = I and V = 0, the item that computes a segment's transition (C2). Items of the pre-pass (no output) use start_index as the
+// index of the fp32 [V][K] buffer their end state goes to.
+inline constexpr int32_t kStartIdentity = 4;
 
 struct PlanHeader {     // first bytes of the plan buffer; items follow at a 256-byte boundary
   int32_t num_items;
