@@ -1,0 +1,34 @@
+// Registers between warpgroups, programmatic dependent launch, clusters, one elected lane.
+#pragma once
+
+#include <cstdint>
+
+namespace qla::cuda::ptx {
+
+// executed by all warps of a warpgroup; the sum over the CTA must not exceed what the launch reserved (config.hpp checks it)
+template <int Regs>
+__device__ __forceinline__ void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Regs)); }
+template <int Regs>
+__device__ __forceinline__ void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Regs)); }
+
+// everything the kernel before wrote is visible afterwards; before it only what no kernel of the chain writes may be read
+__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// the next kernel's CTAs may start when all of this grid's have said so or exited; they still wait for its memory
+__device__ __forceinline__ void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// true in one lane of a converged warp
+__device__ __forceinline__ bool elect_one() {
+  uint32_t leader;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(leader));
+  return leader != 0;
+}
+
+}  // namespace qla::cuda::ptx
