@@ -1,0 +1,37 @@
+// The CPU's choice: a function of shapes and policy alone, never of the number of threads, so that results do not depend on it either.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "plan/policy.hpp"
+
+namespace qla::plan {
+
+inline constexpr int64_t kCpuPieces = 32;            // independent pieces of work at which no more cuts pay
+inline constexpr int64_t kCpuLeastSegment = 16;      // chunks: the warm-up of a usual gate is 4
+inline constexpr int64_t kCpuInvariantSegment = 64;  // batch-invariant: one length for every sequence
+
+// max_chunks: upper bound on the chunks of the longest sequence, from shapes (varlen: of T).
+// Value slices come before cuts: they cost nothing extra but the shared intra-chunk stage. `slices` is what the backend cuts V into.
+inline CutRule choose_cpu(const Policy& policy, int64_t num_seqs, int64_t num_v_heads, int64_t slices, int64_t total_chunks) {
+  int64_t segment = 0;
+  switch (policy.mode) {
+    case QLA_CP_OFF: break;
+    case QLA_CP_FIXED: segment = policy.fixed_chunks; break;
+    default:
+      if (policy.batch_invariant) {
+        segment = kCpuInvariantSegment;
+      } else {
+        const int64_t pieces = std::max<int64_t>(1, num_v_heads * std::max<int64_t>(1, slices));  // of one sequence
+        const int64_t wanted = total_chunks * pieces / kCpuPieces;  // chunks a piece when all pieces are equal
+        segment = num_seqs * pieces >= kCpuPieces ? 0 : std::max(kCpuLeastSegment, wanted);
+      }
+  }
+  CutRule rule = rule_for(policy, segment);
+  // Few cores: a merge's two extra walks cost more than the cut gains, value slices and heads fill the cores. Exact and fixed plans merge.
+  rule.join = policy.mode == QLA_CP_AUTO && !rule.exact;
+  return rule;
+}
+
+}  // namespace qla::plan

@@ -1,0 +1,132 @@
+// Where a sequence is cut and where each segment's start state comes from: (C1)-(C5), one (sequence, value head) at a time.
+// The CPU backend, the planning kernel and qla_gdn_plan all walk for_each_segment(), so that they cannot differ.
+//
+// decay(c) is the sum of ghat (C4) over chunk c of the sequence, in fp32:  ghat_t = raw_t + log max(1, beta_t |k_t|^2 - 1), raw_t floored (F0).
+// A NaN anywhere in it (a caller stores NaN for a chunk whose inputs are not finite) forbids every warm-up behind it, so that NaN and inf
+// reach all later tokens as in the recurrence; a caller that can see a non-finite initial state stores NaN for chunk 0.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/hd.hpp"
+#include "qla/qla.h"
+
+namespace qla::plan {
+
+inline constexpr int64_t kChunkTokens = 64;
+inline constexpr float kInitialMargin = 30.0f;  // a given state may be e^30 larger than what tokens write
+
+QLA_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+QLA_HD constexpr int64_t chunks_of(int64_t tokens) { return ceil_div(tokens, kChunkTokens); }
+
+// The cut of a whole call: plain data, passed to kernels by value. Made by plan/choose.hpp.
+struct CutRule {
+  int64_t segment_chunks = 0;     // most chunks a segment; 0: no cut
+  int64_t max_warmup_chunks = 0;  // where more would be needed, the head counts as one that does not forget
+  float threshold = -10.0f;       // (C5)
+  int32_t exact = 0;              // 1: every cut is merged, the warm-up is never used
+  int32_t join = 0;               // 1: a boundary that would need a merge is not cut at all
+  int32_t balance = 1;            // 1: a sequence's segments are made about equally long; 0: all but the last have segment_chunks
+};
+
+// Boundaries of one sequence: segment j owns chunks [j * segment_chunks, min((j + 1) * segment_chunks, chunks)).
+struct Cut {
+  int64_t chunks = 0, segment_chunks = 1, num_segments = 1;  // a sequence without chunks is one segment of none
+
+  QLA_HD int64_t begin(int64_t segment) const { return segment < num_segments ? segment * segment_chunks : chunks; }
+};
+
+QLA_HD inline Cut make_cut(int64_t chunks, const CutRule& rule) {
+  Cut cut;
+  cut.chunks = chunks;
+  cut.segment_chunks = chunks > 0 ? chunks : 1;
+  if (rule.segment_chunks > 0 && chunks > rule.segment_chunks) {
+    cut.segment_chunks = rule.balance ? ceil_div(chunks, ceil_div(chunks, rule.segment_chunks)) : rule.segment_chunks;
+    cut.num_segments = ceil_div(chunks, cut.segment_chunks);
+  }
+  return cut;
+}
+
+struct Segment {
+  int64_t first_chunk = 0, num_chunks = 0;  // owned: outputs are written for these
+  int64_t warmup_chunks = 0;                // forward: walked just before first_chunk; reverse: just behind the last one; output off
+  int64_t index = 0;                        // in its sequence, in token order
+  int32_t start = QLA_START_ZERO;           // of the walk (reverse: QLA_START_INITIAL is d_final_state)
+  int32_t is_end = 0;            // the walk ends at the sequence's end (reverse: start): writes final_state (d_initial_state)
+  int32_t needs_end_state = 0;   // the next segment in walking order is merged: a pre-pass must walk this one to its end state (C1)
+  int32_t needs_transition = 0;  // .. and, as its own start is merged too, for its transition M (C2)
+
+  QLA_HD int64_t walked_chunks() const { return num_chunks + warmup_chunks; }
+};
+
+struct Start {
+  int32_t start;
+  int64_t warmup_chunks;
+};
+
+// (C4), (C5) at one boundary: `before` chunks lie before it in walking order, decay_back(n) is ghat of the n-th one back (1 = the nearest),
+// total is the sum over all of them, has_initial whether a state was given at the walk's start.
+template <typename DecayBack>
+QLA_HD Start start_at(int64_t before, float total, bool has_initial, const CutRule& rule, DecayBack decay_back) {
+  const bool finite = total - total == 0.0f;  // NaN and inf are not
+  if (!rule.exact && finite) {
+    const bool initial_forgotten = !has_initial || total <= rule.threshold - kInitialMargin;
+    const int64_t most = before < rule.max_warmup_chunks ? before : rule.max_warmup_chunks;
+    float sum = 0.0f;
+    for (int64_t n = 1; n <= most; ++n) {
+      if (n == before) return {has_initial ? QLA_START_INITIAL : QLA_START_ZERO, n};  // reaches the start: right whatever the gate
+      sum += decay_back(n);
+      if (sum <= rule.threshold && initial_forgotten) return {QLA_START_WARMUP, n};
+    }
+  }
+  return {QLA_START_MERGED, 0};
+}
+
+// Calls emit(const Segment&) in walking order: token order, or from the last segment down with reverse (the reverse pass, (C3)).
+// has_initial: an initial_state is used for this sequence; reverse: a d_final_state is given.
+template <typename Decay, typename Emit>
+QLA_HD void for_each_segment(const Cut& cut, const CutRule& rule, bool has_initial, bool reverse, Decay decay, Emit emit) {
+  Segment pending;
+  float total = 0.0f;
+  for (int64_t walked = 0; walked < cut.num_segments; ++walked) {
+    const int64_t index = reverse ? cut.num_segments - 1 - walked : walked;
+    Segment next;
+    next.index = index;
+    next.first_chunk = cut.begin(index);
+    next.num_chunks = cut.begin(index + 1) - next.first_chunk;
+    next.start = has_initial ? QLA_START_INITIAL : QLA_START_ZERO;
+    if (walked > 0) {
+      const int64_t boundary = reverse ? cut.begin(index + 1) : next.first_chunk;
+      const int64_t before = reverse ? cut.chunks - boundary : boundary;
+      const Start start = start_at(before, total, has_initial, rule,
+                                   [&](int64_t n) { return decay(reverse ? boundary + n - 1 : boundary - n); });
+      if (rule.join && start.start == QLA_START_MERGED) {
+        next.start = pending.start;
+        next.warmup_chunks = pending.warmup_chunks;
+        next.num_chunks += pending.num_chunks;
+        if (!reverse) next.first_chunk = pending.first_chunk, next.index = pending.index;
+      } else {
+        next.start = start.start;
+        next.warmup_chunks = start.warmup_chunks;
+        pending.needs_end_state = next.start == QLA_START_MERGED;
+        pending.needs_transition = pending.needs_end_state && pending.start == QLA_START_MERGED;
+        emit(static_cast<const Segment&>(pending));
+      }
+    }
+    // The last segment's sum is never looked at.
+    if (walked + 1 < cut.num_segments)
+      for (int64_t c = cut.begin(index); c < cut.begin(index + 1); ++c) total += decay(c);
+    pending = next;
+  }
+  pending.is_end = 1;
+  emit(static_cast<const Segment&>(pending));
+}
+
+// Most segments a value head can have, from shapes alone: chunks <= tokens / 64 + sequences over all sequences.
+QLA_HD constexpr int64_t most_segments(int64_t total_tokens, int64_t num_seqs, const CutRule& rule) {
+  const int64_t chunks = total_tokens / kChunkTokens + num_seqs;
+  // A cut sequence of c > L chunks has at most ceil(c / L) < c / L + 1 segments, so all together at most chunks / L + sequences.
+  return num_seqs + (rule.segment_chunks > 0 ? chunks / rule.segment_chunks : 0);
+}
+
+}  // namespace qla::plan
