@@ -64,9 +64,8 @@ def main() -> int:
         print(f"gpu-record: {why}; docs/gpu/UNVERIFIED.md says so:")
         print(note)
         return 0
-    print(
-        f"gpu-record: {why}: run ./dev test-gpu on a machine with a GPU, or say in docs/gpu/UNVERIFIED.md which part was not run and why"
-    )
+    print(f"gpu-record: {why}: run ./dev test-gpu on a machine with a GPU, or say in docs/gpu/UNVERIFIED.md")
+    print("which part was not run and why")
     return 1
 
 

@@ -1,0 +1,5 @@
+import sys
+
+from qla.cli import main
+
+sys.exit(main())

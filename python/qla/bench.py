@@ -1,0 +1,83 @@
+"""`qla bench`: arguments, reports and the choice of device; the measuring is in bench_cpu.py and bench_cuda.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda with --grid, else cpu")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the JSON lines, the table and the picture")
+    cpu = parser.add_argument_group("on the CPU")
+    cpu.add_argument("--tokens", type=int, default=4096, help="tokens of the main case (default 4096)")
+    cpu.add_argument(
+        "--seconds", type=float, default=2.0, help="time for each figure (default 2); the least of all repeats counts"
+    )
+    cpu.add_argument("--no-transformers", action="store_true", help="do not time transformers' torch code beside it")
+    cpu.add_argument("--cases", help="only cases whose name contains this")
+    gpu = parser.add_argument_group("on a GPU")
+    gpu.add_argument("--grid", choices=["published"], help="the 171 forward and 32 backward rows that the peers publish")
+    gpu.add_argument("--pass", dest="direction", choices=["fwd", "bwd", "both"], default="both")
+    gpu.add_argument(
+        "--rows",
+        help="only rows whose 'pass model lengths Hk,Hv' contains every one of these comma-separated words, e.g. '1x,2:8'",
+    )
+    gpu.add_argument("--table", type=Path, help="the peers' table (default bench/peers_h200.csv of the source tree)")
+    gpu.add_argument("--budget", type=float, default=0.06, help="GPU seconds of replays for a row (default 0.06)")
+    gpu.add_argument(
+        "--peers",
+        default="auto",
+        help="measured beside ours: auto (those that import), none, or a list of fla,flashinfer,flash_qla",
+    )
+    gpu.add_argument("--flash-qla-path", type=Path, help="a checkout of the original FlashQLA, timed in its own process")
+    gpu.add_argument("--kernels", action="store_true", help="also the time of each kernel of a call (torch.profiler)")
+    gpu.add_argument("--host", action="store_true", help="also the host cost of a call, eager and captured")
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"needs torch ({error}): pip install 'flash-qla[torch]'") from error
+    device = args.device or ("cuda" if args.grid else "cpu")
+    if device == "cpu":
+        if args.grid:
+            raise ValueError("--grid: the published rows are GPU rows; use --device cuda, or leave --grid away")
+        from qla import bench_cpu
+
+        return bench_cpu.main(args)
+    from qla import bench_cuda
+
+    return bench_cuda.main(args)
+
+
+class JsonLines:
+    """Appends a line as soon as it is known: what was measured survives an interrupted run."""
+
+    def __init__(self, path: Path, common: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("w")
+        self.common = {"date": time.strftime("%Y-%m-%d"), **common}
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps({**row, **self.common}) + "\n")
+        self.file.flush()
+
+
+def cell(value: Any) -> str:
+    if value is None or value == "":
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)
+
+
+def markdown(columns: dict[str, str], rows: list[dict[str, Any]]) -> str:
+    """columns: key -> heading."""
+    lines = ["| " + " | ".join(columns.values()) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows]
+    return "\n".join(lines) + "\n"

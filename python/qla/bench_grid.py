@@ -1,0 +1,252 @@
+"""The published grid: its rows, their inputs, the hardware's floors, and how a row is timed on a GPU.
+
+A time is the median of CUDA-graph replays that rotate over input sets larger together than L2, random data throughout.
+Inputs of every row: l2-normalised q and k, v ~ N(0,1), g = logsigmoid(N(0,1)) / 16 with g = 0 for a random quarter of the
+value heads, beta = sigmoid(N(0,1)), fp32 initial_state given, final state asked for, int32 cu_seqlens, bf16.
+"""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qla.lengths import parse_lengths
+
+KNOWN = {
+    "flashqla_published_ms": "FlashQLA published",
+    "flashqla_0_1_3_ms": "FlashQLA 0.1.3",
+    "flashinfer_0_7_4_ms": "FlashInfer 0.7.4",
+    "flashinfer_0_7_4_cp_ms": "FlashInfer 0.7.4 CP",
+    "fla_published_ms": "FLA published",
+}
+L2_BYTES = 60 << 20
+
+
+@dataclass
+class Row:
+    direction: str
+    model: str
+    name: str
+    lengths: list[int]
+    heads: tuple[int, int]
+    known: dict[str, float]  # peer -> ms
+    best_ms: float | None
+    best_is: str
+
+    @property
+    def items(self) -> int:
+        return len(self.lengths) * self.heads[1]
+
+    def label(self) -> str:
+        return f"{self.direction} {self.model} {self.name} {self.heads[0]}:{self.heads[1]}"
+
+
+def lengths_of(name: str) -> list[int]:
+    """ "8192x4", "1x32768", "1024+7168"; the backward rows say "32k_4seq": four equal ones of 32,768 tokens in all."""
+    if name.endswith("seq"):
+        total, _, count = name.removesuffix("seq").partition("k_")
+        return [int(total) * 1024 // int(count)] * int(count)
+    return parse_lengths(name)
+
+
+def find_table(given: Path | None) -> Path:
+    here = Path(__file__).resolve().parent
+    for path in [given] if given else [here / "bench/peers_h200.csv", here.parent.parent / "bench/peers_h200.csv"]:
+        if path.exists():
+            return path
+    raise ValueError("--table: found no bench/peers_h200.csv beside the package; give its path with --table")
+
+
+def read_rows(table: Path, direction: str, words: str | None) -> list[Row]:
+    rows = []
+    with table.open() as f:
+        for line in csv.DictReader(f):
+            if direction != "both" and line["pass"] != direction:
+                continue
+            known = {title: float(line[key]) for key, title in KNOWN.items() if line.get(key)}
+            best = float(line["best_ms"]) if line.get("best_ms") else None
+            heads = (int(line["h_qk"]), int(line["h_v"]))
+            rows.append(
+                Row(
+                    line["pass"],
+                    line["model"],
+                    line["seqlens"],
+                    lengths_of(line["seqlens"]),
+                    heads,
+                    known,
+                    best,
+                    line.get("best_is", ""),
+                )
+            )
+    if words:
+        rows = [row for row in rows if all(word.strip() in row.label() for word in words.split(","))]
+    if not rows:
+        raise ValueError(
+            f"--rows {words!r}: no row of {table} has all of these words; a row reads like 'fwd Sym h32 8192x4 32:32'"
+        )
+    return rows
+
+
+# ---- floors (docs/math.md, work and bytes) ----------------------------------------------------------------------
+
+
+def floors_ms(row: Row, multiprocessors: int, clock_ghz: float = 1.75, terabytes_a_second: float = 4.3) -> tuple[float, float]:
+    """-> (tensor-core floor, byte floor) in ms: chunk-heads x cycles over all SMs; the least traffic that a design we know needs."""
+    group = row.heads[1] // row.heads[0]
+    chunks = sum(math.ceil(n / 64) for n in row.lengths) * row.heads[1]
+    token_chunks = sum(row.lengths) / 64 * row.heads[1]
+    if row.direction == "fwd":
+        cycles, kib = 2304, 32 / group + 32.5
+        states = 2 * row.items * 64  # initial_state in, final_state out, fp32
+    else:
+        cycles, kib = 6912, 96 / group + 161.5
+        states = 2 * row.items * 64
+    tensor = chunks * cycles / multiprocessors / (clock_ghz * 1e9)
+    moved = (token_chunks * kib + states) * 1024 / (terabytes_a_second * 1e12)
+    return tensor * 1e3, moved * 1e3
+
+
+# ---- inputs and timing ------------------------------------------------------------------------------------------
+
+
+def make_inputs(row: Row, seed: int, requires_grad: bool) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    tokens, (hk, hv), n = sum(row.lengths), row.heads, len(row.lengths)
+
+    def normal(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+
+    def unit(x: Any) -> Any:
+        return x / x.norm(dim=-1, keepdim=True)
+
+    g = torch.nn.functional.logsigmoid(normal(1, tokens, hv, dtype=torch.float32)) / 16
+    still = torch.randperm(hv, generator=generator, device="cuda")[: hv // 4]
+    g[:, :, still] = 0.0
+    inputs = {
+        "q": unit(normal(1, tokens, hk, 128)),
+        "k": unit(normal(1, tokens, hk, 128)),
+        "v": normal(1, tokens, hv, 128),
+        "g": g,
+        "beta": torch.sigmoid(normal(1, tokens, hv, dtype=torch.float32)),
+        "initial_state": normal(n, hv, 128, 128, dtype=torch.float32),
+    }
+    if requires_grad:
+        inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    return inputs
+
+
+def boundaries(row: Row) -> Any:
+    import torch
+
+    return torch.tensor([0, *itertools.accumulate(row.lengths)], dtype=torch.int32, device="cuda")
+
+
+def set_count(row: Row) -> int:
+    tokens, (hk, hv) = sum(row.lengths), row.heads
+    one = tokens * (2 * hk + 2 * hv) * 256 + 2 * row.items * 65536
+    return min(8, max(2, math.ceil(2 * L2_BYTES / one)))
+
+
+def plain_arguments(inputs: dict[str, Any], cu_seqlens: Any) -> dict[str, Any]:
+    return {**inputs, "cu_seqlens": cu_seqlens}
+
+
+def prepare(
+    row: Row, call: Callable[..., Any], arguments: Callable[[dict[str, Any], Any], dict[str, Any]] = plain_arguments
+) -> list[Any]:
+    """One captured graph for each input set; of the backward alone for backward rows."""
+    import torch
+
+    graphs: list[Any] = []
+    keep: list[Any] = []
+    cu = boundaries(row)
+    backward = row.direction == "bwd"
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    pool = torch.cuda.graph_pool_handle()
+    with torch.cuda.stream(side):
+        for seed in range(set_count(row)):
+            inputs = make_inputs(row, seed, backward)
+            given = arguments(inputs, cu)  # a peer's own layout, made outside of what is timed
+            if not backward:
+                with torch.no_grad():
+                    if seed == 0:
+                        keep.append(call(**given))  # loads modules, fills caches
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=pool, stream=side):
+                        keep.append(call(**given))
+                keep += [inputs, given]
+            else:
+                outputs = call(**given)
+                gradients = (torch.randn_like(outputs[0]), torch.randn_like(outputs[1]) / 8)
+                leaves = list(inputs.values())
+                if seed == 0:
+                    torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=side):
+                    keep.append(torch.autograd.grad(outputs, leaves, gradients, retain_graph=True))
+                keep += [given, outputs, gradients]
+            graphs.append(graph)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graphs.append(keep)  # alive as long as the graphs
+    return graphs
+
+
+def replay_ms(graphs: list[Any], budget_s: float, clock: Clock | None) -> tuple[float, float, int, float | None]:
+    """-> (median ms, spread in %, replays, SM clock in MHz). The queue is filled first, so that no gap of the host is timed."""
+    import torch
+
+    *graphs, _keep = graphs
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for graph in graphs:
+        graph.replay()
+    end.record()
+    end.synchronize()
+    once = max(start.elapsed_time(end) / len(graphs), 1e-3)
+    count = int(min(max(budget_s * 1e3 / once, 2 * len(graphs), 5), 200))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    torch.cuda._sleep(3_000_000)
+    events[0].record()
+    for i in range(count):
+        graphs[i % len(graphs)].replay()
+        events[i + 1].record()
+    mhz = None
+    if clock is not None:
+        events[count // 3].synchronize()
+        mhz = clock.sm_mhz()
+    events[-1].synchronize()
+    times = sorted(events[i].elapsed_time(events[i + 1]) for i in range(count))
+    middle = times[count // 2]
+    return middle, 100 * (times[3 * count // 4] - times[count // 4]) / middle, count, mhz
+
+
+class Clock:
+    """The SM clock by NVML, without a Python package; None where NVML does not answer."""
+
+    def __init__(self) -> None:
+        self.handle = ctypes.c_void_p()
+        self.nvml: Any = None
+        for name in ("libnvidia-ml.so.1", "libnvidia-ml.so"):
+            try:
+                nvml = ctypes.CDLL(name)
+            except OSError:
+                continue
+            if nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.handle)) == 0:
+                self.nvml = nvml
+                break
+
+    def sm_mhz(self) -> float | None:
+        value = ctypes.c_uint(0)
+        if self.nvml is None or self.nvml.nvmlDeviceGetClockInfo(self.handle, 1, ctypes.byref(value)) != 0:
+            return None
+        return float(value.value)

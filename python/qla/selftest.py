@@ -1,0 +1,188 @@
+"""`qla selftest`: does this installation compute what the float64 token recurrence says? Forward and every gradient, about two minutes."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Relative L2 limits of docs/testing.md: outputs and state, gradients.
+LIMITS = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-5), "bfloat16": (5e-3, 1e-2), "float16": (5e-3, 1e-2)}
+
+
+@dataclass
+class Case:
+    tokens: int
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    dtype: str
+    gate: str
+    lengths: tuple[int, ...] = ()
+    l2norm: bool = False
+    v_first: bool = False
+    raw_gate: bool = False
+    cp: Any = True
+
+    def __str__(self) -> str:
+        options = [name for name in ("l2norm", "v_first", "raw_gate") if getattr(self, name)]
+        packed = f" packed {'+'.join(map(str, self.lengths))}" if self.lengths else ""
+        return (
+            f"{self.dtype:<8} T {self.tokens:<5} heads {self.heads[0]}->{self.heads[1]} K,V {self.sizes[0]},{self.sizes[1]} gate {self.gate:<6} "
+            f"cp {self.cp}{packed} {' '.join(options)}"
+        ).rstrip()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--seconds", type=float, default=120.0, help="stop starting new cases after this time (default 120)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="print every case")
+
+
+def cases(cuda: bool) -> Iterator[Case]:
+    """The plain ones first, so that a short run already means something; then products of everything."""
+    dtypes = ("bfloat16", "float16") if cuda else ("float32", "float64", "bfloat16", "float16")
+    sizes = ((128, 128),) if cuda else ((128, 128), (64, 32), (40, 72), (256, 128))
+    for dtype in dtypes:
+        yield Case(200, (2, 4), (128, 128), dtype, "soft")
+        yield Case(321, (1, 3), (128, 128), dtype, "mixed", lengths=(0, 1, 63, 65, 192), l2norm=True)
+        yield Case(130, (2, 2), (128, 128), dtype, "strong", v_first=True)
+    yield Case(1024, (1, 2), (128, 128), dtypes[0], "soft", cp="exact")
+    yield Case(1024, (1, 2), (128, 128), dtypes[0], "strong", cp=True)
+    yield Case(257, (2, 4), (128, 128), dtypes[0], "soft", raw_gate=True)
+    everything = itertools.product(
+        sizes, dtypes, ("soft", "zero", "strong", "mixed"), (1, 64, 65, 300), ((1, 1), (2, 6)), (True, False)
+    )
+    for size, dtype, gate, tokens, heads, cp in everything:
+        yield Case(tokens, heads, size, dtype, gate, l2norm=tokens == 300, v_first=tokens == 65, cp=cp)
+
+
+def make_inputs(case: Case, device: str, generator: Any) -> dict[str, Any]:
+    import torch
+
+    dtype = getattr(torch, case.dtype)
+    wide = torch.float64 if case.dtype == "float64" else torch.float32
+    (hk, hv), (kd, vd), t = case.heads, case.sizes, case.tokens
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = normal(1, t, hk, kd), normal(1, t, hk, kd)
+    if not case.l2norm:
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    soft = torch.nn.functional.logsigmoid(normal(1, t, hv)) / 16
+    keep = torch.rand(1, t, hv, generator=generator, dtype=torch.float64) < 0.5
+    g = {
+        "soft": soft,
+        "zero": torch.zeros_like(soft),
+        "strong": -16 * torch.nn.functional.softplus(0.5 * normal(1, t, hv) + 1),
+        "mixed": torch.where(keep, soft * 16, torch.zeros_like(soft)),
+    }[case.gate]
+    n = len(case.lengths) or 1
+    state = (n, hv, vd, kd) if case.v_first else (n, hv, kd, vd)
+    inputs = {
+        "q": q.to(dtype),
+        "k": k.to(dtype),
+        "v": normal(1, t, hv, vd).to(dtype),
+        "g": g.to(wide),
+        "beta": torch.sigmoid(normal(1, t, hv)).to(wide),
+        "initial_state": normal(*state).to(wide),
+    }
+    if case.raw_gate:
+        inputs["g"] = (0.5 * normal(1, t, hv)).to(wide)
+        inputs["A_log"] = (0.3 * normal(hv)).to(wide)
+        inputs["dt_bias"] = normal(hv).to(wide)
+    return {name: x.to(device).requires_grad_() for name, x in inputs.items()}
+
+
+def options(case: Case, device: str) -> dict[str, Any]:
+    import torch
+
+    out: dict[str, Any] = dict(
+        output_final_state=True, use_qk_l2norm_in_kernel=case.l2norm, state_v_first=case.v_first, use_gate_in_kernel=case.raw_gate
+    )
+    if case.lengths:
+        out["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32, device=device)
+    return out
+
+
+def relative(x: Any, truth: Any) -> float:
+    x, truth = x.detach().double().cpu(), truth.detach().double().cpu()
+    norm = float(truth.norm())
+    error = float((x - truth).norm())
+    # a true value of nearly nothing (dh0 behind a gate that forgets everything) has no relative error
+    return error / norm if norm > 1e-6 * truth.numel() ** 0.5 else error
+
+
+def run_case(case: Case, device: str, generator: Any) -> dict[str, float]:
+    """name -> relative L2 error of each output and gradient."""
+    import torch
+    from qla.testing import recurrent_gated_delta_rule
+
+    import qla
+
+    inputs = make_inputs(case, device, generator)
+    keywords = options(case, device)
+    o, state = qla.chunk_gated_delta_rule(**inputs, **keywords, auto_cp=case.cp)
+    do = torch.randn(o.shape, generator=generator).to(o)
+    ds = torch.randn(state.shape, generator=generator).to(state) / 8
+    grads = torch.autograd.grad((o, state), list(inputs.values()), (do, ds))
+
+    exact = {name: x.detach().double().cpu().requires_grad_() for name, x in inputs.items()}
+    keywords = {n: (x.cpu() if hasattr(x, "cpu") else x) for n, x in keywords.items()}
+    o_true, state_true = recurrent_gated_delta_rule(**exact, **keywords)
+    grads_true = torch.autograd.grad((o_true, state_true), list(exact.values()), (do.double().cpu(), ds.double().cpu()))
+    errors = {"o": relative(o, o_true), "final_state": relative(state, state_true)}
+    for name, x, truth in zip(inputs, grads, grads_true):
+        errors[f"d{name}"] = relative(x, truth)
+    return errors
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(f"needs torch ({error}): pip install 'flash-qla[torch]'") from error
+    from qla import _ffi
+    from qla.progress import Bar
+
+    print(_ffi.build_info())
+    cuda = args.device.startswith("cuda")
+    if cuda and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
+    generator = torch.Generator().manual_seed(args.seed)
+    todo = list(cases(cuda))
+    failures: list[str] = []
+    worst: dict[str, tuple[float, str]] = {}
+    done = 0
+    start = time.perf_counter()
+    with Bar(len(todo), "selftest") as bar:
+        for case in todo:
+            if time.perf_counter() - start > args.seconds:
+                break
+            errors = run_case(case, args.device, generator)
+            done += 1
+            limit_out, limit_grad = LIMITS[case.dtype]
+            for name, error in errors.items():
+                limit = limit_out if name in ("o", "final_state") else limit_grad
+                if not error <= limit:  # NaN fails
+                    failures.append(f"{case}: {name} {error:.1e}, limit {limit:g}")
+                key = f"{case.dtype} {'outputs' if name in ('o', 'final_state') else 'gradients'}"
+                if error > worst.get(key, (-1.0, ""))[0]:
+                    worst[key] = (error, f"{name}, {case}")
+            if args.verbose:
+                print(f"{case}: " + " ".join(f"{n} {e:.1e}" for n, e in errors.items()))
+            bar(done, f"{len(failures)} wrong")
+    print("largest relative L2 error against the float64 token recurrence")
+    for key, (error, where) in worst.items():
+        kind = key.split()[1]
+        print(f"  {key:<20} {error:.1e}  (limit {LIMITS[key.split()[0]][kind == 'gradients']:g})  {where}")
+    for failure in failures[:20]:
+        print("WRONG", failure)
+    if done < len(todo):
+        print(f"time is up: {len(todo) - done} of {len(todo)} cases not run (--seconds)")
+    print(f"selftest: {done} cases, {len(failures)} wrong values, {time.perf_counter() - start:.0f} s")
+    return 1 if failures or not done else 0
