@@ -2,7 +2,8 @@
  *
  * C11-clean, no CUDA types but `void *stream`. Every function that can fail returns a qla_status; qla_last_error()
  * (thread-local) then names the argument, what was expected, what came and what to do. Nothing here exits, aborts,
- * prints, or throws. The caller owns all memory and the stream. Strides are in elements, sizes are int64.
+ * prints (but what the environment variable QLA_LOG asks for), or throws. The caller owns all memory and the stream. Strides are in
+ * elements, sizes are int64. Zero a struct before filling it: reserved fields must be 0. Outputs share memory with nothing else.
  *
  * Shapes: B batch, T tokens (of one batch row), N sequences (N = B without cu_seqlens), H query/key heads, HV value
  * heads (HV % H == 0; value head h reads query/key head h / (HV / H)), K and V head sizes, C = 64 tokens a chunk.
@@ -60,13 +61,14 @@ typedef struct qla_tensor {
   int32_t dtype;
   int32_t ndim;
   int64_t shape[4];
-  int64_t stride[4]; /* in elements; 0 (expanded) and negative are allowed on inputs */
+  int64_t stride[4]; /* in elements; 0 (expanded) and negative are allowed on inputs. The last axis of q k v o, of states, a_inv, a_gated, h and
+                        dq dk dv has stride 1; 1-D tensors are contiguous; all others (g beta d_o g_cumsum .. dg dbeta) may have any strides */
 } qla_tensor;
 
 /* ---- enums -------------------------------------------------------------------------------------------------- */
 
 enum { /* backend */
-  QLA_BACKEND_AUTO = 0, /* CUDA when a stream or a device >= 0 is given and a kernel serves it, else the CPU */
+  QLA_BACKEND_AUTO = 0, /* where the tensors are: CUDA when device >= 0, the CPU when it is -1 */
   QLA_BACKEND_CPU = 1,
   QLA_BACKEND_CUDA = 2
 };
@@ -133,7 +135,7 @@ typedef struct qla_gdn_forward_args {
   int32_t cp_mode;
   int32_t reserved0;
   int64_t cp_segment_chunks;   /* QLA_CP_FIXED: chunks a segment; else 0 = the planner's choice */
-  double cp_warmup_threshold;  /* NaN: -10 for 16-bit tensors, -18 fp32, -37 float64; -inf: every cut is exact */
+  double cp_warmup_threshold;  /* < 0; NaN: -10 for 16-bit tensors, -18 fp32, -37 float64; -inf: every cut is exact */
 } qla_gdn_forward_args;
 
 /* ---- backward ----------------------------------------------------------------------------------------------- */
@@ -216,7 +218,8 @@ QLA_EXPORT qla_status qla_device_count(int32_t *count); /* 0 and QLA_OK without 
 QLA_EXPORT qla_status qla_device_info(int32_t device, qla_device_info_t *info);
 QLA_EXPORT qla_status qla_prepare(int32_t device);      /* loads modules and attributes: then a first call may be captured */
 
-/* can_implement: the answer of the run functions without running; reads no tensor data */
+/* can_implement: the answer of the run functions without running. Reads no tensor data; of data pointers it asks only whether they are NULL
+ * (alignment, overlap and boundary values are looked at by the run functions) */
 QLA_EXPORT qla_status qla_gdn_forward_check(const qla_gdn_forward_args *args);
 QLA_EXPORT qla_status qla_gdn_backward_check(const qla_gdn_backward_args *args);
 

@@ -1,4 +1,5 @@
-// The C ABI: validate, ask the backend, run. Every function is a few lines; the rules are in validate.cpp, the work in the backends.
+// The C ABI: validate, ask the backend, run. Every function is a few lines; the rules are in validate.cpp, the work in the
+// backends.
 #include <cstring>
 
 #include "api/guard.hpp"
@@ -18,8 +19,9 @@ namespace {
 template <typename Struct>
 Struct& checked(Struct* pointer, const char* name) {
   QLA_CHECK(pointer != nullptr, name, ": expected a pointer to a filled struct, got NULL");
-  QLA_CHECK(pointer->struct_size == sizeof(Struct), name, ".struct_size: expected ", sizeof(Struct), ", got ", pointer->struct_size,
-            "; set it to sizeof the struct, and compile against the qla.h of this library (version ", QLA_VERSION_TEXT, ")");
+  QLA_CHECK(pointer->struct_size == sizeof(Struct), name, ".struct_size: expected ", sizeof(Struct), ", got ",
+            pointer->struct_size, "; set it to sizeof the struct, and compile against the qla.h of this library (version ",
+            QLA_VERSION_TEXT, ")");
   return *pointer;
 }
 
@@ -47,13 +49,20 @@ const char* qla_last_error(void) { return qla::last_error(); }
 
 const char* qla_status_name(qla_status status) {
   switch (status) {
-    case QLA_OK: return "QLA_OK";
-    case QLA_INVALID_ARGUMENT: return "QLA_INVALID_ARGUMENT";
-    case QLA_NOT_SUPPORTED: return "QLA_NOT_SUPPORTED";
-    case QLA_CUDA_ERROR: return "QLA_CUDA_ERROR";
-    case QLA_OUT_OF_MEMORY: return "QLA_OUT_OF_MEMORY";
-    case QLA_INTERNAL_ERROR: return "QLA_INTERNAL_ERROR";
-    default: return "unknown qla_status";
+    case QLA_OK:
+      return "QLA_OK";
+    case QLA_INVALID_ARGUMENT:
+      return "QLA_INVALID_ARGUMENT";
+    case QLA_NOT_SUPPORTED:
+      return "QLA_NOT_SUPPORTED";
+    case QLA_CUDA_ERROR:
+      return "QLA_CUDA_ERROR";
+    case QLA_OUT_OF_MEMORY:
+      return "QLA_OUT_OF_MEMORY";
+    case QLA_INTERNAL_ERROR:
+      return "QLA_INTERNAL_ERROR";
+    default:
+      return "unknown qla_status";
   }
 }
 
@@ -62,15 +71,20 @@ const char* qla_cpu_level(void) { return qla::cpu::level(); }
 const char* qla_build_info(void) {
   static char text[256];
   [[maybe_unused]] static const bool filled = [] {
-    const char* parts[] = {"qla " QLA_VERSION_TEXT ", ",
+    const char* parts[] = {
+      "qla " QLA_VERSION_TEXT ", ",
 #if defined(__clang__)
-                           "clang " __clang_version__,
+      "clang " __clang_version__,
 #elif defined(__GNUC__)
-                           "g++ " __VERSION__,
+      "g++ " __VERSION__,
 #else
-                           "unknown compiler",
+      "unknown compiler",
 #endif
-                           ", CUDA: ", qla::cuda::targets(), ", CPU: ", qla::cpu::level()};
+      ", CUDA: ",
+      qla::cuda::targets(),
+      ", CPU: ",
+      qla::cpu::level()
+    };
     for (const char* part : parts) std::strncat(text, part, sizeof(text) - std::strlen(text) - 1);
     return true;
   }();
@@ -158,7 +172,8 @@ qla_status qla_gdn_backward(const qla_gdn_backward_args* pointer) {
     const qla::Problem problem = validate(args, Stage::Run);
     const bool cuda = on_cuda(args);
     size_t least = 0, best = 0;
-    cuda ? qla::cuda::backward_workspace(args, problem, &least, &best) : qla::cpu::backward_workspace(args, problem, &least, &best);
+    cuda ? qla::cuda::backward_workspace(args, problem, &least, &best)
+         : qla::cpu::backward_workspace(args, problem, &least, &best);
     validate_workspace(args.workspace, args.workspace_bytes, least);
     cuda ? qla::cuda::backward(args, problem) : qla::cpu::backward(args, problem);
   });

@@ -1,5 +1,5 @@
-// What a backend offers src/api. Arguments are validated (shapes, dtypes, combinations) before any of these is called; a backend throws
-// qla::Error for what it does not serve. `check` functions launch and read nothing.
+// What a backend offers src/api. Arguments are validated (shapes, dtypes, combinations) before any of these is called; a backend
+// throws qla::Error for what it does not serve. `check` functions launch and read nothing.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// The message of this thread's last failing call. A plain thread-local buffer: no allocation, so it can hold "out of memory", too.
+// The message of this thread's last failing call. A plain thread-local buffer: no allocation, so it can hold "out of memory",
+// too.
 #pragma once
 
 namespace qla {

@@ -12,8 +12,7 @@ namespace qla {
 
 class Error : public std::runtime_error {
  public:
-  Error(qla_status status, const std::string& message)
-      : std::runtime_error(message), status_(status) {}
+  Error(qla_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
   qla_status status() const { return status_; }
 
  private:
@@ -30,13 +29,12 @@ std::string concat(Args&&... args) {
 }  // namespace qla
 
 // QLA_CHECK(k.ndim == 4, "k: expected 4 dimensions [B,T,H,K], got ", k.ndim, "; pass ..."): argument, expected, got, remedy.
-#define QLA_CHECK(condition, ...)                                                   \
-  do {                                                                              \
-    if (!(condition))                                                               \
-      throw ::qla::Error(QLA_INVALID_ARGUMENT, ::qla::concat(__VA_ARGS__));         \
+#define QLA_CHECK(condition, ...)                                                           \
+  do {                                                                                      \
+    if (!(condition)) throw ::qla::Error(QLA_INVALID_ARGUMENT, ::qla::concat(__VA_ARGS__)); \
   } while (0)
 
-#define QLA_SUPPORTED(condition, ...)                                               \
-  do {                                                                              \
+#define QLA_SUPPORTED(condition, ...)                                                    \
+  do {                                                                                   \
     if (!(condition)) throw ::qla::Error(QLA_NOT_SUPPORTED, ::qla::concat(__VA_ARGS__)); \
   } while (0)

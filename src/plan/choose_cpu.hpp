@@ -1,4 +1,5 @@
-// The CPU's choice: a function of shapes and policy alone, never of the number of threads, so that results do not depend on it either.
+// The CPU's choice: a function of shapes and policy alone, never of the number of threads, so that results do not depend on it
+// either.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +14,16 @@ inline constexpr int64_t kCpuLeastSegment = 16;      // chunks: the warm-up of a
 inline constexpr int64_t kCpuInvariantSegment = 64;  // batch-invariant: one length for every sequence
 
 // max_chunks: upper bound on the chunks of the longest sequence, from shapes (varlen: of T).
-// Value slices come before cuts: they cost nothing extra but the shared intra-chunk stage. `slices` is what the backend cuts V into.
+// Value slices come before cuts: they cost nothing extra but the shared intra-chunk stage. `slices` is what the backend cuts V
+// into.
 inline CutRule choose_cpu(const Policy& policy, int64_t num_seqs, int64_t num_v_heads, int64_t slices, int64_t total_chunks) {
   int64_t segment = 0;
   switch (policy.mode) {
-    case QLA_CP_OFF: break;
-    case QLA_CP_FIXED: segment = policy.fixed_chunks; break;
+    case QLA_CP_OFF:
+      break;
+    case QLA_CP_FIXED:
+      segment = policy.fixed_chunks;
+      break;
     default:
       if (policy.batch_invariant) {
         segment = kCpuInvariantSegment;
@@ -29,7 +34,8 @@ inline CutRule choose_cpu(const Policy& policy, int64_t num_seqs, int64_t num_v_
       }
   }
   CutRule rule = rule_for(policy, segment);
-  // Few cores: a merge's two extra walks cost more than the cut gains, value slices and heads fill the cores. Exact and fixed plans merge.
+  // Few cores: a merge's two extra walks cost more than the cut gains, value slices and heads fill the cores. Exact and fixed
+  // plans merge.
   rule.join = policy.mode == QLA_CP_AUTO && !rule.exact;
   return rule;
 }

@@ -12,21 +12,20 @@ namespace qla::plan {
 
 struct Policy {
   int32_t mode = QLA_CP_AUTO;
-  int64_t fixed_chunks = 0;   // QLA_CP_FIXED
-  float threshold = -10.0f;   // resolved: never NaN
+  int64_t fixed_chunks = 0;  // QLA_CP_FIXED
+  float threshold = -10.0f;  // resolved: never NaN
   bool batch_invariant = false;
 };
 
-inline float default_threshold(int32_t dtype) {
-  return dtype == QLA_FLOAT64 ? -37.0f : dtype == QLA_FLOAT32 ? -18.0f : -10.0f;
-}
+inline float default_threshold(int32_t dtype) { return dtype == QLA_FLOAT64 ? -37.0f : dtype == QLA_FLOAT32 ? -18.0f : -10.0f; }
 
 template <typename Args>  // qla_gdn_forward_args or qla_gdn_backward_args
 Policy make_policy(const Args& args, int32_t dtype) {
   Policy policy;
   policy.mode = args.cp_mode;
   policy.fixed_chunks = args.cp_segment_chunks;
-  policy.threshold = std::isnan(args.cp_warmup_threshold) ? default_threshold(dtype) : static_cast<float>(args.cp_warmup_threshold);
+  policy.threshold =
+      std::isnan(args.cp_warmup_threshold) ? default_threshold(dtype) : static_cast<float>(args.cp_warmup_threshold);
   policy.batch_invariant = (args.flags & QLA_FLAG_BATCH_INVARIANT) != 0;
   return policy;
 }

@@ -1,9 +1,10 @@
 // Where a sequence is cut and where each segment's start state comes from: (C1)-(C5), one (sequence, value head) at a time.
 // The CPU backend, the planning kernel and qla_gdn_plan all walk for_each_segment(), so that they cannot differ.
 //
-// decay(c) is the sum of ghat (C4) over chunk c of the sequence, in fp32:  ghat_t = raw_t + log max(1, beta_t |k_t|^2 - 1), raw_t floored (F0).
-// A NaN anywhere in it (a caller stores NaN for a chunk whose inputs are not finite) forbids every warm-up behind it, so that NaN and inf
-// reach all later tokens as in the recurrence; a caller that can see a non-finite initial state stores NaN for chunk 0.
+// decay(c) is the sum of ghat (C4) over chunk c of the sequence, in fp32:  ghat_t = raw_t + log max(1, beta_t |k_t|^2 - 1), raw_t
+// floored (F0). A NaN anywhere in it (a caller stores NaN for a chunk whose inputs are not finite) forbids every warm-up behind
+// it, so that NaN and inf reach all later tokens as in the recurrence; a caller that can see a non-finite initial state stores
+// NaN for chunk 0.
 #pragma once
 
 #include <cstdint>
@@ -49,11 +50,12 @@ QLA_HD inline Cut make_cut(int64_t chunks, const CutRule& rule) {
 
 struct Segment {
   int64_t first_chunk = 0, num_chunks = 0;  // owned: outputs are written for these
-  int64_t warmup_chunks = 0;                // forward: walked just before first_chunk; reverse: just behind the last one; output off
-  int64_t index = 0;                        // in its sequence, in token order
-  int32_t start = QLA_START_ZERO;           // of the walk (reverse: QLA_START_INITIAL is d_final_state)
-  int32_t is_end = 0;            // the walk ends at the sequence's end (reverse: start): writes final_state (d_initial_state)
-  int32_t needs_end_state = 0;   // the next segment in walking order is merged: a pre-pass must walk this one to its end state (C1)
+  int64_t warmup_chunks = 0;       // forward: walked just before first_chunk; reverse: just behind the last one; output off
+  int64_t index = 0;               // in its sequence, in token order
+  int32_t start = QLA_START_ZERO;  // of the walk (reverse: QLA_START_INITIAL is d_final_state)
+  int32_t is_end = 0;              // the walk ends at the sequence's end (reverse: start): writes final_state (d_initial_state)
+  int32_t needs_end_state =
+      0;  // the next segment in walking order is merged: a pre-pass must walk this one to its end state (C1)
   int32_t needs_transition = 0;  // .. and, as its own start is merged too, for its transition M (C2)
 
   QLA_HD int64_t walked_chunks() const { return num_chunks + warmup_chunks; }
@@ -64,8 +66,8 @@ struct Start {
   int64_t warmup_chunks;
 };
 
-// (C4), (C5) at one boundary: `before` chunks lie before it in walking order, decay_back(n) is ghat of the n-th one back (1 = the nearest),
-// total is the sum over all of them, has_initial whether a state was given at the walk's start.
+// (C4), (C5) at one boundary: `before` chunks lie before it in walking order, decay_back(n) is ghat of the n-th one back (1 = the
+// nearest), total is the sum over all of them, has_initial whether a state was given at the walk's start.
 template <typename DecayBack>
 QLA_HD Start start_at(int64_t before, float total, bool has_initial, const CutRule& rule, DecayBack decay_back) {
   const bool finite = total - total == 0.0f;  // NaN and inf are not
@@ -74,7 +76,8 @@ QLA_HD Start start_at(int64_t before, float total, bool has_initial, const CutRu
     const int64_t most = before < rule.max_warmup_chunks ? before : rule.max_warmup_chunks;
     float sum = 0.0f;
     for (int64_t n = 1; n <= most; ++n) {
-      if (n == before) return {has_initial ? QLA_START_INITIAL : QLA_START_ZERO, n};  // reaches the start: right whatever the gate
+      if (n == before)
+        return {has_initial ? QLA_START_INITIAL : QLA_START_ZERO, n};  // reaches the start: right whatever the gate
       sum += decay_back(n);
       if (sum <= rule.threshold && initial_forgotten) return {QLA_START_WARMUP, n};
     }
@@ -98,8 +101,8 @@ QLA_HD void for_each_segment(const Cut& cut, const CutRule& rule, bool has_initi
     if (walked > 0) {
       const int64_t boundary = reverse ? cut.begin(index + 1) : next.first_chunk;
       const int64_t before = reverse ? cut.chunks - boundary : boundary;
-      const Start start = start_at(before, total, has_initial, rule,
-                                   [&](int64_t n) { return decay(reverse ? boundary + n - 1 : boundary - n); });
+      const Start start =
+          start_at(before, total, has_initial, rule, [&](int64_t n) { return decay(reverse ? boundary + n - 1 : boundary - n); });
       if (rule.join && start.start == QLA_START_MERGED) {
         next.start = pending.start;
         next.warmup_chunks = pending.warmup_chunks;
