@@ -1,0 +1,496 @@
+"""Torch tensors to C calls. One filled args struct is kept for each signature (shapes, strides, dtypes, options); a warm call copies it,
+writes the pointers and calls. Nothing here reads tensor data, synchronises or looks at gradients.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+from ctypes import byref, c_size_t, c_uint64
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla import _checks, _ffi
+
+log = logging.getLogger("qla")
+
+DTYPES = {
+    torch.float64: _ffi.FLOAT64,
+    torch.float32: _ffi.FLOAT32,
+    torch.bfloat16: _ffi.BFLOAT16,
+    torch.float16: _ffi.FLOAT16,
+    torch.int32: _ffi.INT32,
+    torch.int64: _ffi.INT64,
+    torch.bool: _ffi.BOOL8,
+    torch.uint8: _ffi.UINT8,
+}
+CHUNK = 64
+MAX_SIGNATURES = 2048  # then the cache starts anew
+DEFAULT_BACKWARD_MIB = 2048
+
+# scale (None: K^-0.5), flags, cp_mode, cp_segment_chunks, cp_warmup_threshold (None: the library's)
+Options = tuple[float | None, int, int, int, float | None]
+# q k v g beta initial_state cu_seqlens A_log dt_bias has_initial_state state_indices, as in _checks.NAMES
+Inputs = tuple[Tensor | None, ...]
+
+
+class Extras(NamedTuple):
+    """What only some forward calls have. The outputs a_inv, g_cumsum and h serve flash_qla's low-level functions."""
+
+    out: Tensor | None = None
+    state_checkpoints: Tensor | None = None
+    checkpoint_every: int = 0
+    a_inv: Tensor | None = None
+    g_cumsum: Tensor | None = None
+    h: Tensor | None = None
+
+
+def _word(struct: type[ctypes.Structure], name: str) -> int:
+    return getattr(struct, name).offset // 8
+
+
+_FORWARD_INPUTS = (
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "initial_state",
+    "cu_seqlens",
+    "A_log",
+    "dt_bias",
+    "has_initial_state",
+    "state_indices",
+)
+_BACKWARD_INPUTS = _FORWARD_INPUTS[:-1]
+_GRADS = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state", "dA_log", "ddt_bias")
+# which input each gradient belongs to
+GRAD_INPUTS = (0, 1, 2, 3, 4, 5, 7, 8)
+
+_F_IN = tuple(_word(_ffi.ForwardArgs, n) for n in _FORWARD_INPUTS)
+_F_O, _F_HT, _F_SAVED = (_word(_ffi.ForwardArgs, n) for n in ("o", "final_state", "saved"))
+_F_CHECKPOINTS, _F_A, _F_G, _F_H = (_word(_ffi.ForwardArgs, n) for n in ("state_checkpoints", "a_inv", "g_cumsum", "h"))
+_B_IN = tuple(_word(_ffi.BackwardArgs, n) for n in _BACKWARD_INPUTS)
+_B_SAVED, _B_DO, _B_DHT = (_word(_ffi.BackwardArgs, n) for n in ("saved", "d_o", "d_final_state"))
+_B_GRADS = tuple(_word(_ffi.BackwardArgs, n) for n in _GRADS)
+_W_STREAM, _W_WORKSPACE, _W_BYTES, _W_THREADS = (
+    _word(_ffi.ForwardArgs, n) for n in ("stream", "workspace", "workspace_bytes", "num_threads")
+)
+
+_ForwardWords = c_uint64 * (ctypes.sizeof(_ffi.ForwardArgs) // 8)
+_BackwardWords = c_uint64 * (ctypes.sizeof(_ffi.BackwardArgs) // 8)
+
+# A present tensor without elements has a NULL data pointer in torch, which means absent in C: it gets this address instead.
+_dummy_storage = ctypes.create_string_buffer(512)
+DUMMY = (ctypes.addressof(_dummy_storage) + 255) & ~255
+
+
+class _Entry:
+    """What one signature needs at every call."""
+
+    __slots__ = ("template", "cuda", "copies", "bytes", "best", "saved_bytes", "ht_shape", "state_dtype", "backward_ok", "grads")
+
+    def __init__(self) -> None:
+        self.template = b""
+        self.cuda = -1  # device index, -1 on the CPU
+        self.copies: tuple[int, ...] = ()  # inputs that must be made contiguous first
+        self.bytes = 0
+        self.best = 0
+        self.saved_bytes = 0
+        self.ht_shape: tuple[int, ...] = ()
+        self.state_dtype = torch.float32
+        self.backward_ok: set[int] = set()
+        self.grads: tuple[tuple[int, Any, torch.dtype], ...] = ()
+
+
+_forward_entries: dict[Any, _Entry] = {}
+_backward_entries: dict[Any, _Entry] = {}
+_local = threading.local()
+_run_forward: Any = None
+_run_backward: Any = None
+
+
+def clear_cache() -> None:
+    """Forgets every signature (tests)."""
+    _forward_entries.clear()
+    _backward_entries.clear()
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of final states and of their gradients."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+@functools.cache
+def default_backward_bytes() -> int:
+    """Workspace that backward may take: QLA_BACKWARD_MIB, else 2 GiB."""
+    text = os.environ.get("QLA_BACKWARD_MIB")
+    if not text:
+        return DEFAULT_BACKWARD_MIB << 20
+    if not text.isdigit():
+        raise ValueError(f"QLA_BACKWARD_MIB: expected a whole number of MiB, got {text!r}; unset it for {DEFAULT_BACKWARD_MIB}")
+    return int(text) << 20
+
+
+def _fill(t: _ffi.Tensor, x: Tensor, data: int = DUMMY) -> None:
+    t.data = data
+    t.dtype = DTYPES[x.dtype]
+    t.ndim = x.dim()
+    t.shape[: x.dim()] = tuple(x.shape)
+    t.stride[: x.dim()] = x.stride()
+
+
+def _fill_contiguous(t: _ffi.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    t.data, t.dtype, t.ndim = DUMMY, DTYPES[dtype], len(shape)
+    stride = 1
+    for i in reversed(range(len(shape))):
+        t.shape[i], t.stride[i] = shape[i], stride
+        stride *= max(shape[i], 1)
+
+
+def _common(args: Any, inputs: Inputs, names: tuple[str, ...], options: Options) -> None:
+    scale, flags, cp_mode, cp_segment_chunks, cp_threshold = options
+    q = inputs[0]
+    assert q is not None
+    args.struct_size = ctypes.sizeof(args)
+    args.backend = _ffi.BACKEND_CUDA if q.is_cuda else _ffi.BACKEND_CPU
+    args.device = q.get_device() if q.is_cuda else -1
+    args.flags = flags
+    args.scale = float("nan") if scale is None else scale
+    args.cp_mode = cp_mode
+    args.cp_segment_chunks = cp_segment_chunks
+    args.cp_warmup_threshold = float("nan") if cp_threshold is None else cp_threshold
+    for name, x in zip(names, inputs):
+        if x is not None:
+            _fill(getattr(args, name), x)
+
+
+def _last_contiguous(x: Tensor) -> bool:
+    return x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1
+
+
+def _tma_strides(x: Tensor) -> bool:
+    """Strides that a tensor map can hold: last 1, the others multiples of 16 bytes."""
+    return _last_contiguous(x) and all(n <= 1 or s * x.element_size() % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1]))
+
+
+def needed_copies(inputs: Inputs) -> tuple[int, ...]:
+    """The inputs that the backend cannot address as they lie: q, k, v and a given state, never gates."""
+    q = inputs[0]
+    assert q is not None
+    suits = _tma_strides if q.is_cuda else _last_contiguous
+    copies = [i for i in (0, 1, 2) if not suits(inputs[i])]  # type: ignore[arg-type]
+    state = inputs[5]
+    pool = len(inputs) > 10 and inputs[10] is not None  # written in place: never a copy
+    if state is not None and not pool and not _last_contiguous(state):
+        copies.append(5)
+    for i in (6, 7, 8, 9, 10):
+        x = inputs[i] if i < len(inputs) else None
+        if x is not None and not x.is_contiguous():
+            copies.append(i)
+    return tuple(copies)
+
+
+def _copied(inputs: Inputs, copies: tuple[int, ...]) -> Inputs:
+    # clone: contiguous() keeps a tensor whose base is misaligned
+    return tuple(x.clone(memory_format=torch.contiguous_format) if i in copies else x for i, x in enumerate(inputs))  # type: ignore[union-attr]
+
+
+def forward_args(inputs: Inputs, options: Options, output_final_state: bool, extras: Extras | None = None) -> _ffi.ForwardArgs:
+    """The filled struct with placeholder pointers, for the C queries. Arguments were checked before."""
+    args = _ffi.ForwardArgs()
+    _common(args, inputs, _FORWARD_INPUTS, options)
+    q, v, cu, pool = inputs[0], inputs[2], inputs[6], inputs[10]
+    assert q is not None and v is not None
+    if extras is not None and extras.out is not None:
+        _fill(args.o, extras.out)
+    else:
+        _fill_contiguous(args.o, tuple(v.shape), q.dtype)
+    if output_final_state and pool is None:
+        _fill_contiguous(args.final_state, final_shape(q, v, cu, options[1]), state_dtype(q.dtype))
+    if extras is not None:
+        args.checkpoint_every_n_tokens = extras.checkpoint_every
+        for name, x in (
+            ("state_checkpoints", extras.state_checkpoints),
+            ("a_inv", extras.a_inv),
+            ("g_cumsum", extras.g_cumsum),
+            ("h", extras.h),
+        ):
+            if x is not None:
+                _fill(getattr(args, name), x)
+    return args
+
+
+def final_shape(q: Tensor, v: Tensor, cu: Tensor | None, flags: int) -> tuple[int, ...]:
+    sequences = q.shape[0] if cu is None else cu.shape[0] - 1
+    rows, cols = q.shape[3], v.shape[3]
+    if flags & _ffi.FLAG_STATE_V_FIRST:
+        rows, cols = cols, rows
+    return (sequences, v.shape[2], rows, cols)
+
+
+def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, extras: Extras | None) -> _Entry:
+    if extras is None:
+        _checks.check_call(inputs, options[1])
+    else:
+        _checks.check_call(inputs, options[1], extras.out, extras.state_checkpoints, extras.checkpoint_every)
+    q, v = inputs[0], inputs[2]
+    assert q is not None and v is not None
+    entry = _Entry()
+    entry.copies = needed_copies(inputs)
+    if entry.copies:
+        names = ", ".join(_checks.NAMES[i] for i in entry.copies)
+        log.info("qla: %s copied at every call: strides that the %s kernels cannot address", names, q.device.type)
+        return entry
+    args = forward_args(inputs, options, output_final_state, extras)
+    library = _ffi.lib()
+    _ffi.check(library.qla_gdn_forward_check(byref(args)))
+    size = c_size_t(0)
+    _ffi.check(library.qla_gdn_forward_workspace(byref(args), byref(size)))
+    entry.bytes = size.value
+    _ffi.check(library.qla_gdn_forward_saved(byref(args), byref(size)))
+    entry.saved_bytes = size.value
+    if q.is_cuda:
+        entry.cuda = q.get_device()
+        _ffi.check(library.qla_prepare(entry.cuda))
+    entry.template = bytes(args)
+    entry.state_dtype = state_dtype(q.dtype)
+    if output_final_state and inputs[10] is None:
+        entry.ht_shape = final_shape(q, v, inputs[6], options[1])
+    return entry
+
+
+def _sig(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+
+
+def _workspace(words: Any, nbytes: int, device: Tensor) -> Tensor:
+    """Scratch of the call; the caching allocator reuses it in stream order. On the CPU small ones are kept for each thread."""
+    if device.is_cuda:
+        space = torch.empty(nbytes, dtype=torch.uint8, device=device.device)
+        words[_W_WORKSPACE] = space.data_ptr()
+    else:
+        kept: Tensor | None = getattr(_local, "space", None)
+        if kept is not None and kept.numel() >= nbytes + 256:
+            space = kept
+        else:
+            space = torch.empty(nbytes + 256, dtype=torch.uint8, device="cpu")
+            if nbytes <= 4 << 20:
+                _local.space = space
+        words[_W_WORKSPACE] = (space.data_ptr() + 255) & ~255
+    words[_W_BYTES] = nbytes
+    return space
+
+
+def _stream(index: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def forward(
+    inputs: Inputs,
+    options: Options,
+    output_final_state: bool = False,
+    save: bool = False,
+    needs: int = 0,
+    extras: Extras | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """-> (o, final_state or None, saved or None). needs: bits of the gradients that backward will be asked for, refused here
+    when it cannot serve them."""
+    global _run_forward
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices = inputs
+    try:
+        key: Any = (
+            options, output_final_state, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,  # type: ignore[union-attr]
+            v.shape, v.stride(), v.dtype, v.device, beta.shape, beta.stride(), beta.dtype, beta.device,  # type: ignore[union-attr]
+            None if g is None else (g.shape, g.stride(), g.dtype, g.device),
+            None if h0 is None else (h0.shape, h0.stride(), h0.dtype, h0.device),
+            None if cu is None else (cu.shape, cu.stride(), cu.dtype, cu.device),
+        )  # fmt: skip
+        if a_log is not None or dt_bias is not None or has_h0 is not None or indices is not None:
+            key = (key, _sig(a_log), _sig(dt_bias), _sig(has_h0), _sig(indices))
+        if extras is not None:
+            e = extras
+            key = (key, _sig(e.out), _sig(e.state_checkpoints), e.checkpoint_every, _sig(e.a_inv), _sig(e.g_cumsum), _sig(e.h))
+        entry = _forward_entries.get(key)
+    except AttributeError:  # not a tensor: the checks say which
+        entry = None
+        key = None
+    if entry is None:
+        entry = _forward_entry(inputs, options, output_final_state, extras)
+        if len(_forward_entries) >= MAX_SIGNATURES:
+            _forward_entries.clear()
+        _forward_entries[key] = entry
+        _run_forward = _ffi.lib().qla_gdn_forward
+    if entry.copies:
+        return forward(_copied(inputs, entry.copies), options, output_final_state, save, needs, extras)
+    if needs and needs not in entry.backward_ok:
+        check_backward(inputs, needs, options, output_final_state)
+        entry.backward_ok.add(needs)
+
+    words = _ForwardWords.from_buffer_copy(entry.template)
+    for at, x in zip(_F_IN, inputs):
+        if x is not None:
+            words[at] = x.data_ptr() or DUMMY
+    assert q is not None and v is not None
+    if entry.cuda >= 0:
+        if (words[_F_IN[0]] | words[_F_IN[1]] | words[_F_IN[2]]) & 15:
+            misaligned = tuple(i for i in (0, 1, 2) if words[_F_IN[i]] & 15)
+            return forward(_copied(inputs, misaligned), options, output_final_state, save, needs, extras)
+        words[_W_STREAM] = _stream(entry.cuda)
+    else:
+        words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
+    if extras is None:
+        o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    else:
+        o = extras.out if extras.out is not None else torch.empty(v.shape, dtype=q.dtype, device=q.device)
+        for at, x in (
+            (_F_CHECKPOINTS, extras.state_checkpoints),
+            (_F_A, extras.a_inv),
+            (_F_G, extras.g_cumsum),
+            (_F_H, extras.h),
+        ):
+            if x is not None:
+                words[at] = x.data_ptr() or DUMMY
+    words[_F_O] = o.data_ptr() or DUMMY
+    final: Tensor | None = None
+    if entry.ht_shape:
+        final = torch.empty(entry.ht_shape, dtype=entry.state_dtype, device=q.device)
+        words[_F_HT] = final.data_ptr() or DUMMY
+    saved: Tensor | None = None
+    if save and entry.saved_bytes:
+        saved = torch.empty(entry.saved_bytes, dtype=torch.uint8, device=q.device)
+        _set_saved(words, _F_SAVED, saved)
+    space = _workspace(words, entry.bytes, q) if entry.bytes else None
+    status = _run_forward(words)
+    del space
+    if status:
+        raise _ffi.error_for(status)
+    return o, final, saved
+
+
+def _set_saved(words: Any, at: int, saved: Tensor) -> None:
+    words[at] = saved.data_ptr()
+    words[at + 1] = 1 << 32 | _ffi.UINT8  # ndim, dtype
+    words[at + 2] = saved.numel()
+    words[at + 6] = 1
+
+
+def backward_args(
+    inputs: Inputs,
+    saved: Tensor | None,
+    d_o: Tensor | None,
+    d_final: Tensor | None,
+    needs: int,
+    options: Options,
+) -> tuple[_ffi.BackwardArgs, tuple[tuple[int, Any, torch.dtype], ...]]:
+    args = _ffi.BackwardArgs()
+    _common(args, inputs, _BACKWARD_INPUTS, options)
+    for name, x in (("saved", saved), ("d_o", d_o), ("d_final_state", d_final)):
+        if x is not None:
+            _fill(getattr(args, name), x)
+    grads = []
+    q = inputs[0]
+    assert q is not None
+    for i, name in enumerate(_GRADS):
+        source = inputs[GRAD_INPUTS[i]]
+        if needs >> i & 1 and source is not None:
+            dtype = state_dtype(q.dtype) if i == 5 else source.dtype
+            _fill_contiguous(getattr(args, name), tuple(source.shape), dtype)
+            grads.append((i, tuple(source.shape), dtype))
+    return args, tuple(grads)
+
+
+def check_backward(inputs: Inputs, needs: int, options: Options, output_final_state: bool) -> None:
+    """Raises what backward would: called by forward when gradients are needed."""
+    q, v = inputs[0], inputs[2]
+    assert q is not None and v is not None
+    args, _ = backward_args(inputs[:10], None, None, None, needs, options)
+    _fill_contiguous(args.d_o, tuple(v.shape), q.dtype)
+    if output_final_state:
+        _fill_contiguous(args.d_final_state, final_shape(q, v, inputs[6], options[1]), state_dtype(q.dtype))
+    _ffi.check(_ffi.lib().qla_gdn_backward_check(byref(args)))
+
+
+def _backward_entry(
+    inputs: Inputs, saved: Tensor | None, d_o: Tensor | None, d_final: Tensor | None, needs: int, options: Options
+) -> _Entry:
+    q = inputs[0]
+    assert q is not None
+    entry = _Entry()
+    entry.copies = needed_copies(inputs)
+    if d_o is not None and q.is_cuda and not _tma_strides(d_o):
+        entry.copies += (10,)
+    if d_final is not None and not _last_contiguous(d_final):
+        entry.copies += (11,)
+    if entry.copies:
+        return entry
+    args, entry.grads = backward_args(inputs, saved, d_o, d_final, needs, options)
+    library = _ffi.lib()
+    _ffi.check(library.qla_gdn_backward_check(byref(args)))
+    least, best = c_size_t(0), c_size_t(0)
+    _ffi.check(library.qla_gdn_backward_workspace(byref(args), byref(least), byref(best)))
+    entry.bytes, entry.best = least.value, max(best.value, least.value)
+    entry.template = bytes(args)
+    entry.cuda = q.get_device() if q.is_cuda else -1
+    return entry
+
+
+def backward(
+    inputs: Inputs,
+    saved: Tensor | None,
+    d_o: Tensor | None,
+    d_final: Tensor | None,
+    needs: int,
+    options: Options,
+    max_bytes: int = 0,
+) -> list[Tensor | None]:
+    """inputs: the first ten of forward's. -> gradients in the order of GRAD_INPUTS, None where not asked for. max_bytes: workspace to
+    stay under as far as the library can (0: the default)."""
+    global _run_backward
+    key: Any = (options, needs, _sig(saved), _sig(d_o), _sig(d_final), *map(_sig, inputs))
+    entry = _backward_entries.get(key)
+    if entry is None:
+        entry = _backward_entry(inputs, saved, d_o, d_final, needs, options)
+        if len(_backward_entries) >= MAX_SIGNATURES:
+            _backward_entries.clear()
+        _backward_entries[key] = entry
+        _run_backward = _ffi.lib().qla_gdn_backward
+    if entry.copies:
+        *copied, d_o, d_final = _copied((*inputs, d_o, d_final), entry.copies)
+        return backward(tuple(copied), saved, d_o, d_final, needs, options, max_bytes)
+
+    words = _BackwardWords.from_buffer_copy(entry.template)
+    for at, x in zip(_B_IN, inputs):
+        if x is not None:
+            words[at] = x.data_ptr() or DUMMY
+    for at, x in ((_B_SAVED, saved), (_B_DO, d_o), (_B_DHT, d_final)):
+        if x is not None:
+            words[at] = x.data_ptr() or DUMMY
+    q = inputs[0]
+    assert q is not None
+    if entry.cuda >= 0:
+        pointers = [words[_B_IN[0]], words[_B_IN[1]], words[_B_IN[2]], words[_B_DO]]
+        if (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15:
+            misaligned = tuple(i for i, p in zip((0, 1, 2, 10), pointers) if p & 15)
+            *copied, d_o, d_final = _copied((*inputs, d_o, d_final), misaligned)
+            return backward(tuple(copied), saved, d_o, d_final, needs, options, max_bytes)
+        words[_W_STREAM] = _stream(entry.cuda)
+    else:
+        words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
+    grads: list[Tensor | None] = [None] * len(_GRADS)
+    for i, shape, dtype in entry.grads:
+        grad = torch.empty(shape, dtype=dtype, device=q.device)
+        words[_B_GRADS[i]] = grad.data_ptr() or DUMMY
+        grads[i] = grad
+    nbytes = max(entry.bytes, min(entry.best, max_bytes or default_backward_bytes()))
+    space = _workspace(words, nbytes, q) if nbytes else None
+    status = _run_backward(words)
+    del space
+    if status:
+        raise _ffi.error_for(status)
+    return grads

@@ -1,0 +1,110 @@
+"""`qla.plan`: how a call would be cut into segments, computed on the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qla import _ffi
+
+STARTS = ("zero", "initial", "warmup", "merged")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One piece of one sequence for one value head, in chunks of 64 tokens."""
+
+    sequence: int
+    head: int
+    first_chunk: int
+    num_chunks: int
+    warmup_chunks: int
+    start: str  # where its start state comes from: one of STARTS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan. Passed as `auto_cp` it repeats its segment length, whatever the planner would choose then."""
+
+    segment_chunks: int
+    num_sequences: int
+    total_chunks: int
+    num_segments: int
+    num_items: int
+    value_splits: int
+    workspace_bytes: int
+    predicted_us: float
+    fused: bool
+    reason: str
+    segments: tuple[Segment, ...] = field(default=(), repr=False)
+    text: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return self.text or repr(self)
+
+
+def plan(*args: Any, lens: Sequence[int] | None = None, chunk_log_decay: Any = None, **kwargs: Any) -> Plan:
+    """The plan of `chunk_gated_delta_rule(*args, **kwargs)`.
+
+    lens: lengths of the sequences; None: read from `cu_seqlens` (which synchronises on CUDA) or q's shape.
+    chunk_log_decay: [sum of chunks, HV] float32 on the CPU, the sum of the log gate over each chunk; None: unknown.
+    """
+    import torch
+
+    from qla import _call, api
+
+    bound = api._SIGNATURE.bind(*args, **kwargs)
+    arguments = dict(bound.arguments)
+    arguments["kwargs"] = dict(arguments.get("kwargs", {}))
+    call = api._prepare(**arguments)
+    q, cu = call.inputs[0], call.inputs[6]
+    assert q is not None
+    if not q.is_meta:
+        from qla import _checks
+
+        _checks.check_call(call.inputs, call.options[1])
+    if lens is None and cu is not None:
+        lens = torch.diff(cu).tolist()
+    struct = _call.forward_args(call.inputs, call.options, call.want_final)
+    c_lens = None if lens is None else (ctypes.c_int64 * max(len(lens), 1))(*lens)
+    num_lens = 0 if lens is None else len(lens)
+    decay = None
+    if chunk_log_decay is not None:
+        decay = torch.as_tensor(chunk_log_decay, dtype=torch.float32, device="cpu").contiguous()
+    decay_at = None if decay is None else decay.data_ptr()
+
+    library = _ffi.lib()
+    result = _ffi.Plan(struct_size=ctypes.sizeof(_ffi.Plan))
+    _ffi.check(library.qla_gdn_plan(ctypes.byref(struct), c_lens, num_lens, decay_at, ctypes.byref(result)))
+    segments = (_ffi.Segment * max(result.num_items, 1))()
+    result.segments = ctypes.cast(segments, ctypes.POINTER(_ffi.Segment))
+    result.segments_capacity = result.num_items
+    _ffi.check(library.qla_gdn_plan(ctypes.byref(struct), c_lens, num_lens, decay_at, ctypes.byref(result)))
+    return Plan(
+        segment_chunks=result.segment_chunks,
+        num_sequences=result.num_sequences,
+        total_chunks=result.total_chunks,
+        num_segments=result.num_segments,
+        num_items=result.num_items,
+        value_splits=result.value_splits,
+        workspace_bytes=result.workspace_bytes,
+        predicted_us=result.predicted_us,
+        fused=bool(result.fused),
+        reason=result.reason.decode("utf-8", "replace"),
+        segments=tuple(
+            Segment(s.sequence, s.head, s.first_chunk, s.num_chunks, s.warmup_chunks, STARTS[s.start])
+            for s in segments[: result.num_items]
+        ),
+        text=_text(result),
+    )
+
+
+def _text(result: _ffi.Plan) -> str:
+    library = _ffi.lib()
+    length = ctypes.c_size_t(0)
+    _ffi.check(library.qla_plan_print(ctypes.byref(result), None, 0, ctypes.byref(length)))
+    buffer = ctypes.create_string_buffer(length.value + 1)
+    _ffi.check(library.qla_plan_print(ctypes.byref(result), buffer, length.value + 1, ctypes.byref(length)))
+    return buffer.value.decode("utf-8", "replace")

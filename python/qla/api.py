@@ -1,0 +1,281 @@
+"""`qla.chunk_gated_delta_rule`, in FLA's argument order, and `qla.can_implement`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla import _call, _checks, _ffi, ops
+from qla._ffi import NotSupportedError, QlaError
+from qla._plan import Plan
+
+__all__ = ["NotSupportedError", "QlaError", "can_implement", "chunk_gated_delta_rule"]
+
+log = logging.getLogger("qla")
+_VALIDATE = _ffi.FLAG_VALIDATE if os.environ.get("QLA_VALIDATE", "0") not in ("", "0") else 0
+
+
+def cp_policy(auto_cp: object) -> tuple[int, int]:
+    """auto_cp -> (cp_mode, cp_segment_chunks)."""
+    if auto_cp is True or auto_cp == "auto":
+        return _ffi.CP_AUTO, 0
+    if auto_cp is False or auto_cp is None or auto_cp == "off":
+        return _ffi.CP_OFF, 0
+    if auto_cp == "exact":
+        return _ffi.CP_EXACT, 0
+    if isinstance(auto_cp, Plan):
+        return (_ffi.CP_FIXED, auto_cp.segment_chunks) if auto_cp.segment_chunks > 0 else (_ffi.CP_OFF, 0)
+    raise ValueError(f'auto_cp: expected True, "auto", "exact", False or a qla.Plan, got {auto_cp!r}; see qla.plan')
+
+
+def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Under autocast q, k and v are cast to its type, as torch casts the operands of a matrix product (float64 stays)."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
+
+
+def _unknown(kwargs: dict[str, Any], state_v_first: bool) -> bool:
+    """Old spellings are honoured or refused, unknown keywords ignored. -> state_v_first"""
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            raise ValueError(
+                "transpose_state_layout: Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`."
+            )
+        if not torch.compiler.is_compiling():
+            warnings.warn(
+                "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=4
+            )
+        state_v_first = bool(kwargs.pop("transpose_state_layout"))
+    if kwargs.pop("head_first", False):
+        raise ValueError("head_first: head_first has been removed. Inputs must be in `[B, T, H, ...]` format; transpose them.")
+    if kwargs and not torch.compiler.is_compiling():
+        log.debug("qla.chunk_gated_delta_rule: ignored unknown keywords %s", ", ".join(sorted(kwargs)))
+    return state_v_first
+
+
+class _Prepared:
+    """A call after everything that needs no library: what the operators take."""
+
+    __slots__ = ("inputs", "options", "want_final", "grad", "out", "checkpoints", "every", "max_bytes")
+
+    inputs: _call.Inputs
+    options: _call.Options
+    want_final: bool
+    grad: bool
+    out: Tensor | None
+    checkpoints: Tensor | None
+    every: int
+    max_bytes: int
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    auto_cp: object = True,
+    deterministic: object = None,
+    out: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    state_checkpoints: Tensor | None = None,
+    backward_mib: int | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> _Prepared:
+    if kwargs:
+        state_v_first = _unknown(kwargs, state_v_first)
+    if cp_context is not None:
+        raise NotSupportedError(
+            "cp_context: expected None, got a context of context parallelism over several devices; one device only: pass cp_context=None"
+        )
+    if cu_seqlens is None and cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens: expected with cu_seqlens_cpu, got None; pass the boundaries on q's device as cu_seqlens")
+    for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta)):
+        if not isinstance(x, Tensor):
+            _checks.check_tensor(name, x)
+    cp_mode, segment_chunks = cp_policy(auto_cp)
+    flags = _VALIDATE
+    if use_qk_l2norm_in_kernel:
+        flags |= _ffi.FLAG_QK_L2NORM
+    if use_gate_in_kernel:
+        flags |= _ffi.FLAG_RAW_GATE
+    else:
+        A_log = dt_bias = None
+    if use_beta_sigmoid_in_kernel:
+        flags |= _ffi.FLAG_BETA_SIGMOID
+    if allow_neg_eigval:
+        flags |= _ffi.FLAG_NEG_EIGVAL
+    if state_v_first:
+        flags |= _ffi.FLAG_STATE_V_FIRST
+    if deterministic is not None:
+        if deterministic == "batch":
+            flags |= _ffi.FLAG_BATCH_INVARIANT
+        elif not isinstance(deterministic, bool):  # results are always the same from run to run
+            raise ValueError(f'deterministic: expected None, True, False or "batch", got {deterministic!r}')
+    q, k, v = _autocast(q, k, v)
+
+    call = _Prepared()
+    call.inputs = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, has_initial_state, state_indices)
+    call.options = (None if scale is None else float(scale), flags, cp_mode, segment_chunks, None)
+    call.want_final = bool(output_final_state)
+    call.grad = ops.needs_grad(call.inputs)
+    call.out, call.checkpoints, call.every = out, state_checkpoints, checkpoint_every_n_tokens
+    call.max_bytes = 0 if backward_mib is None else int(backward_mib) << 20
+    if call.grad:
+        for name, given in (("out", out), ("state_indices", state_indices), ("state_checkpoints", state_checkpoints)):
+            if given is not None:
+                raise ValueError(
+                    f"{name}: expected None when gradients are needed, got a tensor, which has no gradient; "
+                    "call under torch.no_grad(), or leave it out"
+                )
+        if checkpoint_every_n_tokens:
+            raise ValueError(
+                f"checkpoint_every_n_tokens: expected 0 when gradients are needed, got {checkpoint_every_n_tokens}; call under torch.no_grad()"
+            )
+    return call
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    auto_cp: bool | str | Plan = True,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    state_checkpoints: Tensor | None = None,
+    backward_mib: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule over whole sequences: for each token and value head, with state S [K, V],
+
+        S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale * S^T q_t
+
+    Args:
+        q, k: `[B, T, H, K]`; bfloat16 or float16, on the CPU also float32 and float64.
+        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query/key head h // (HV // H).
+        g: `[B, T, HV]` decay in log space (natural), usually <= 0; None: no decay. The raw gate with `use_gate_in_kernel`.
+        beta: `[B, T, HV]` write strength; logits with `use_beta_sigmoid_in_kernel`.
+        scale: factor of the outputs; None: K ** -0.5.
+        initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`), any float dtype; N sequences, B without `cu_seqlens`.
+        output_final_state: also return the state after each sequence's last token, float32 (float64 for float64 tensors).
+        use_qk_l2norm_in_kernel: divide q and k by sqrt(sum x^2 + 1e-6).
+        use_beta_sigmoid_in_kernel: beta <- sigmoid(beta), twice that with `allow_neg_eigval`.
+        state_v_first: states are `[.., V, K]`.
+        cu_seqlens: `[N + 1]` int32 or int64 boundaries of sequences packed into one row (B = 1), on q's device. Tokens past the last one
+            are ignored; their outputs and gradients are 0.
+        cu_seqlens_cpu, chunk_indices: taken for FLA's sake and not needed.
+        use_gate_in_kernel: g <- -exp(A_log) * softplus(g + dt_bias), in float32; `A_log`, `dt_bias`: `[HV]`.
+        auto_cp: cut long sequences into segments that run at the same time: True or "auto"; "exact" (merge states exactly everywhere);
+            False; a `qla.Plan` (its segment length).
+        deterministic: results never change from run to run; "batch": nor with what a sequence is packed with.
+        out: `[B, T, HV, V]` to write into. No gradients.
+        state_indices: `[N]` slots of the pool `initial_state` `[P, HV, K, V]`, read and written in place; -1 skips the sequence, its
+            output is 0. No gradients.
+        has_initial_state: `[N]` bool; a sequence where it is False starts from zero.
+        checkpoint_every_n_tokens, state_checkpoints: also store the state after every n tokens (a multiple of 64) into
+            `[sum of floor(length / n), HV, K, V]`. No gradients.
+        backward_mib: workspace that backward may take (default: QLA_BACKWARD_MIB, else 2048); less is slower.
+        Unknown keywords are ignored (logged at debug level).
+
+    Returns:
+        (o, final_state): `[B, T, HV, V]` in q's dtype, and the final states or None. With `state_indices` the pool itself.
+
+    Raises:
+        ValueError, TypeError: a wrong argument, named with what was expected; nothing was computed.
+        NotSupportedError (a NotImplementedError and a ValueError): valid, but this device or build has no kernel for it. Raised at
+        forward also for what backward could not do when gradients are needed.
+    """
+    call = _prepare(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, use_gate_in_kernel, A_log, dt_bias, auto_cp, deterministic,
+        out, state_indices, has_initial_state, checkpoint_every_n_tokens, state_checkpoints, backward_mib, kwargs,
+    )  # fmt: skip
+    if out is None and state_indices is None and state_checkpoints is None and not checkpoint_every_n_tokens:
+        return ops.gdn_forward(call.inputs, call.options, call.want_final, call.grad, call.max_bytes)
+    if out is None:
+        out = torch.empty(call.inputs[2].shape, dtype=call.inputs[0].dtype, device=call.inputs[2].device)  # type: ignore[union-attr]
+    final = ops.gdn_forward_into(call.inputs, call.options, call.want_final, out, call.checkpoints, call.every)
+    if state_indices is not None and call.want_final:
+        final = initial_state
+    return out, final
+
+
+def can_implement(*args: Any, needs_grad: bool = False, **kwargs: Any) -> tuple[bool, str]:
+    """(True, "") when `chunk_gated_delta_rule` would serve these arguments, else (False, why not). Computes nothing, reads no data, never
+    raises for what the call would refuse. needs_grad: also ask for backward, whatever the tensors' requires_grad."""
+    try:
+        _implementable(args, kwargs, needs_grad)
+    except (ValueError, TypeError, NotImplementedError, ImportError, AttributeError, MemoryError, QlaError) as error:
+        return False, str(error)
+    return True, ""
+
+
+def _implementable(args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bool) -> None:
+    from ctypes import byref
+
+    # the call's own binding gives Python's TypeError for a wrong argument list
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    arguments = dict(bound.arguments)
+    arguments["kwargs"] = dict(arguments.get("kwargs", {}))
+    call = _prepare(**arguments)
+    inputs, options = call.inputs, call.options
+    _checks.check_call(inputs, options[1], call.out, call.checkpoints, call.every)
+    if needs_grad and not call.grad and (call.out is not None or inputs[10] is not None or call.checkpoints is not None):
+        raise ValueError("out, state_indices, state_checkpoints: expected none of them when gradients are needed; leave them out")
+    copies = _call.needed_copies(inputs)
+    inputs = tuple(x.contiguous() if x is not None and i in copies else x for i, x in enumerate(inputs))
+    extras = _call.Extras(call.out, call.checkpoints, call.every)
+    struct = _call.forward_args(inputs, options, call.want_final, extras)
+    _ffi.check(_ffi.lib().qla_gdn_forward_check(byref(struct)))
+    if needs_grad or call.grad:
+        _call.check_backward(inputs, ops._all_needs(inputs[:10]), options, call.want_final)
+
+
+import inspect  # noqa: E402  (after the function whose signature it reads)
+
+_SIGNATURE = inspect.signature(chunk_gated_delta_rule)

@@ -1,0 +1,308 @@
+"""The PyTorch operators `torch.ops.qla.*`, their fakes and gradients, and the eager path beside them.
+
+    gdn_forward        functional: (o, final_state, saved); an output that was not asked for is empty
+    gdn_forward_into   writes given outputs, a pool of states or checkpoints of the state; no gradients
+    gdn_backward       the gradients; one that was not asked for is empty
+
+torch.compile, export, fake tensors, subclasses and function transforms go through the operators. A plain eager call goes to `_call` directly,
+inside an autograd.Function when gradients are needed: the dispatcher alone would cost more than everything else at T = 64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla import _call, _checks, _ffi
+from qla._call import Extras, Inputs, Options
+
+_COMMON = "float? scale, int flags, int cp_mode, int cp_segment_chunks, float? cp_warmup_threshold"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? has_initial_state"
+)
+
+library = torch.library.Library("qla", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+library.define(
+    f"gdn_forward({_INPUTS}, {_COMMON}, bool output_final_state, bool save, int max_bytes) -> (Tensor o, Tensor final_state, Tensor saved)",
+    tags=_TAGS,
+)
+library.define(
+    f"gdn_forward_into({_INPUTS.replace('Tensor? initial_state', 'Tensor(a!)? initial_state')}, Tensor? state_indices, {_COMMON}, "
+    "bool output_final_state, Tensor(b!) out, Tensor(c!)? state_checkpoints, int checkpoint_every_n_tokens) -> Tensor final_state",
+    tags=_TAGS,
+)
+library.define(
+    f"gdn_backward({_INPUTS}, Tensor? saved, Tensor? d_o, Tensor? d_final_state, {_COMMON}, int needs, int max_bytes) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor d_initial_state, Tensor dA_log, Tensor ddt_bias)",
+    tags=_TAGS,
+)
+
+_NUM_INPUTS = 10
+DOUBLE_BACKWARD = (
+    "qla: the gradient of chunk_gated_delta_rule's gradients (double backward, create_graph=True) is not implemented; "
+    "call backward without create_graph, or differentiate qla.testing.recurrent_gated_delta_rule"
+)
+VMAP = "qla: vmap over chunk_gated_delta_rule is not implemented; put the mapped dimension into the batch dimension of q, k, v, g and beta"
+
+
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty(0)
+
+
+# ---- implementations -------------------------------------------------------------------------------------------------
+
+
+def _forward_impl(
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, want_final, save, max_bytes
+):  # fmt: skip
+    inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, None)
+    options = (scale, flags, cp_mode, cp_segment_chunks, cp_threshold)
+    o, final, saved = _call.forward(inputs, options, want_final, save, _all_needs(inputs) if save else 0)
+    return (
+        o,
+        final if final is not None else q.new_empty(0, dtype=_call.state_dtype(q.dtype)),
+        saved if saved is not None else q.new_empty(0, dtype=torch.uint8),
+    )
+
+
+def _forward_into_impl(
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, want_final, out,
+    checkpoints, every,
+):  # fmt: skip
+    inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices)
+    options = (scale, flags, cp_mode, cp_segment_chunks, cp_threshold)
+    final = forward_into(inputs, options, want_final, Extras(out, checkpoints, every))
+    return final if final is not None else q.new_empty(0, dtype=_call.state_dtype(q.dtype))
+
+
+def forward_into(inputs: Inputs, options: Options, want_final: bool, extras: Extras) -> Tensor | None:
+    """Forward into extras.out; a CUDA output that a tensor map cannot address is computed beside it and copied."""
+    out = extras.out
+    assert out is not None
+    if out.is_cuda and (out.data_ptr() & 15 or not _call._tma_strides(out)) or not _call._last_contiguous(out):
+        o, final, _ = _call.forward(inputs, options, want_final, extras=extras._replace(out=None))
+        out.copy_(o)
+        return final
+    return _call.forward(inputs, options, want_final, extras=extras)[1]
+
+
+def _backward_impl(
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, saved, d_o, d_final, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, needs,
+    max_bytes,
+):  # fmt: skip
+    inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0)
+    if saved is not None and saved.numel() == 0:
+        saved = None
+    grads = _call.backward(
+        inputs, saved, d_o, d_final, needs, (scale, flags, cp_mode, cp_segment_chunks, cp_threshold), max_bytes
+    )
+    return tuple(x if x is not None else _empty(q) for x in grads)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("gdn_forward", _forward_impl, _key)
+    library.impl("gdn_forward_into", _forward_into_impl, _key)
+    library.impl("gdn_backward", _backward_impl, _key)
+
+
+# ---- fakes -----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("qla::gdn_forward", lib=library)
+def _forward_fake(
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, want_final, save, max_bytes
+):  # fmt: skip
+    _checks.check_call((q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, None), flags)
+    dtype = _call.state_dtype(q.dtype)
+    final = q.new_empty(_call.final_shape(q, v, cu, flags) if want_final else 0, dtype=dtype)
+    # Sizes of `saved` are the library's secret; on CUDA it is data-dependent for the tracer. The CPU saves nothing.
+    size = torch.library.get_ctx().new_dynamic_size() if save and q.is_cuda else 0
+    return q.new_empty(v.shape), final, q.new_empty(size, dtype=torch.uint8)
+
+
+@torch.library.register_fake("qla::gdn_forward_into", lib=library)
+def _forward_into_fake(
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, want_final, out,
+    checkpoints, every,
+):  # fmt: skip
+    _checks.check_call((q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices), flags, out, checkpoints, every)
+    want = want_final and indices is None
+    return q.new_empty(_call.final_shape(q, v, cu, flags) if want else 0, dtype=_call.state_dtype(q.dtype))
+
+
+@torch.library.register_fake("qla::gdn_backward", lib=library)
+def _backward_fake(
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, saved, d_o, d_final, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, needs,
+    max_bytes,
+):  # fmt: skip
+    inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0)
+    grads = []
+    for i, source in enumerate(inputs[j] for j in _call.GRAD_INPUTS):
+        if needs >> i & 1 and source is not None:
+            grads.append(q.new_empty(source.shape, dtype=_call.state_dtype(q.dtype) if i == 5 else source.dtype))
+        else:
+            grads.append(_empty(q))
+    return tuple(grads)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _needs(flags: Any) -> int:
+    """Bits of the gradients, from what autograd says of the ten inputs."""
+    needs = 0
+    for i, j in enumerate(_call.GRAD_INPUTS):
+        if flags[j]:
+            needs |= 1 << i
+    return needs
+
+
+def _all_needs(inputs: Inputs) -> int:
+    return _needs([x is not None for x in inputs])
+
+
+def _op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_NUM_INPUTS], output[2])
+    ctx.mark_non_differentiable(output[2])
+    ctx.options = inputs[_NUM_INPUTS : _NUM_INPUTS + 5]
+    ctx.max_bytes = inputs[-1]
+    ctx.num_args = len(inputs)
+
+
+def _op_backward(
+    ctx: Any, d_o: Tensor | None, d_final: Tensor | None, _d_saved: Tensor | None, *, operator: Any = None
+) -> tuple[Tensor | None, ...]:
+    *inputs, saved = ctx.saved_tensors
+    needs = _needs(ctx.needs_input_grad)
+    grads = (operator or torch.ops.qla.gdn_backward)(*inputs, saved, d_o, d_final, *ctx.options, needs, ctx.max_bytes)
+    result: list[Tensor | None] = [None] * ctx.num_args
+    for i, j in enumerate(_call.GRAD_INPUTS):
+        if needs >> i & 1:
+            result[j] = grads[i]
+    return tuple(result)
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> Any:
+    raise NotImplementedError(DOUBLE_BACKWARD)
+
+
+torch.library.register_autograd("qla::gdn_forward", _op_backward, setup_context=_op_setup, lib=library)
+torch.library.register_autograd("qla::gdn_backward", _refuse_double_backward, lib=library)
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise NotImplementedError(VMAP)
+
+
+for _name in ("gdn_forward", "gdn_backward"):
+    torch.library.register_vmap(f"qla::{_name}", _refuse_vmap, lib=library)
+
+
+class _Eager(torch.autograd.Function):
+    """The gradient node of a plain eager call: what the operators do, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        inputs, (options, want_final, max_bytes) = args[:_NUM_INPUTS], args[_NUM_INPUTS:]
+        o, final, saved = _call.forward((*inputs, None), options, want_final, True, _needs(ctx.needs_input_grad))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, saved)
+        ctx.options = options
+        ctx.max_bytes = max_bytes
+        return o, final
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise NotImplementedError(DOUBLE_BACKWARD)
+        *inputs, saved = ctx.saved_tensors
+        grads = _call.backward(tuple(inputs), saved, d_o, d_final, _needs(ctx.needs_input_grad), ctx.options, ctx.max_bytes)
+        dq, dk, dv, dg, dbeta, dh0, da_log, ddt_bias = grads
+        return dq, dk, dv, dg, dbeta, dh0, None, da_log, ddt_bias, None, None, None, None
+
+
+class _Transformed(torch.autograd.Function):
+    """The same for torch.func.grad and vjp; vmap and jvp are refused."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:  # type: ignore[override]
+        return torch.ops.qla.gdn_forward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _op_setup(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Any, d_final: Any, d_saved: Any) -> Any:  # type: ignore[override]
+        return _op_backward(ctx, d_o, d_final, d_saved, operator=_TransformedBackward.apply)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(VMAP)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> Any:  # type: ignore[override]
+        return torch.ops.qla.gdn_backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(DOUBLE_BACKWARD)
+
+    vmap = _Transformed.vmap
+
+
+# ---- the way in ------------------------------------------------------------------------------------------------------
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def needs_grad(inputs: Inputs) -> bool:
+    return torch.is_grad_enabled() and any(inputs[j] is not None and inputs[j].requires_grad for j in _call.GRAD_INPUTS)  # type: ignore[union-attr]
+
+
+def _plain_eager(inputs: Inputs) -> bool:
+    """No tracer, mode, transform or subclass wants to see the operator."""
+    for x in inputs:
+        if x is not None and type(x) not in _PLAIN:
+            return not isinstance(x, Tensor)  # not a tensor at all: the checks of the direct way say so
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def gdn_forward(
+    inputs: Inputs, options: Options, want_final: bool, grad: bool, max_bytes: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """inputs: the ten of _COMMON's order and None for state_indices. -> (o, final_state or None)."""
+    if not torch.compiler.is_compiling() and _plain_eager(inputs):
+        if grad:
+            return _Eager.apply(*inputs[:_NUM_INPUTS], options, want_final, max_bytes)
+        o, final, _ = _call.forward(inputs, options, want_final)
+        return o, final
+    transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    operator = _Transformed.apply if transformed else torch.ops.qla.gdn_forward
+    o, final, _ = operator(*inputs[:_NUM_INPUTS], *options, want_final, grad, max_bytes)
+    return o, final if want_final else None
+
+
+def gdn_forward_into(
+    inputs: Inputs, options: Options, want_final: bool, out: Tensor, checkpoints: Tensor | None, every: int
+) -> Tensor | None:
+    if not torch.compiler.is_compiling() and _plain_eager(inputs):
+        return forward_into(inputs, options, want_final, Extras(out, checkpoints, every))
+    final = torch.ops.qla.gdn_forward_into(*inputs, *options, want_final, out, checkpoints, every)
+    return final if want_final and inputs[10] is None else None
+
+
+def flags_of(**named: bool) -> int:
+    """Bits by the names of qla.h, in lower case: flags_of(qk_l2norm=True)."""
+    return sum(getattr(_ffi, f"FLAG_{name.upper()}") for name, on in named.items() if on)
