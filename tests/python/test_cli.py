@@ -1,0 +1,119 @@
+"""The command line: every subcommand answers, wrong input is refused with a sentence, nothing needs more than it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qla import bench_grid, fma_rate, lengths, planview
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "qla", *words], capture_output=True, text=True, timeout=600, env=env, cwd=ROOT / "tests"
+    )
+
+
+def test_info_says_what_there_is():
+    done = run("info")
+    assert done.returncode == 0, done.stderr
+    for word in ("library", "instruction level", "cuda", "flash_qla", "(ours)"):
+        assert word in done.stdout, done.stdout
+
+
+def test_info_without_a_library_says_where_it_looked():
+    done = run("info", QLA_LIBRARY="/nowhere/libqla.so")
+    assert done.returncode == 1
+    assert "/nowhere/libqla.so" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_info_names_another_flash_qla(tmp_path):
+    (tmp_path / "flash_qla").mkdir()
+    (tmp_path / "flash_qla/__init__.py").write_text("")
+    done = run("info", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert done.returncode == 0 and "NOT ours" in done.stdout and str(tmp_path) in done.stdout
+
+
+def test_plan_prints_lists_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    done = run("plan", "1024+7168", "--heads", "2", "4", "--log-decay", "-0.5", "0", "--list", "--png", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "sequence head" in done.stdout and picture.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("plan", "12y"), "lengths"),
+        (("plan", "64", "--heads", "2", "3"), "multiple"),
+        (("bench", "--device", "cpu", "--grid", "published"), "--grid"),
+        (("bench", "--device", "cuda"), "no GPU"),
+        (("selftest", "--device", "cuda"), "no GPU"),
+        (("demo", "--device", "cuda"), "no GPU"),
+        (("demo", "--steps", "0"), "positive"),
+    ],
+)
+def test_wrong_input_is_refused_with_a_sentence(words, said):
+    done = run(*words)
+    assert done.returncode != 0
+    assert said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_selftest_passes_and_can_fail():
+    done = run("selftest", "--seconds", "3")
+    assert done.returncode == 0 and "0 wrong values" in done.stdout, done.stdout + done.stderr
+    broken = "from qla import selftest, cli; selftest.LIMITS = dict.fromkeys(selftest.LIMITS, (0.0, 0.0)); raise SystemExit(cli.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", broken, "selftest", "--seconds", "0.1"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1 and "WRONG" in done.stdout
+
+
+def test_bench_writes_a_line_a_table_and_a_picture(tmp_path):
+    words = ("--device", "cpu", "--tokens", "192", "--seconds", "0.01", "--cases", "8 heads, T 192", "--no-transformers")
+    done = run("bench", *words, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    row = json.loads((tmp_path / "cpu.jsonl").read_text().splitlines()[0])
+    assert row["forward_mths"] > 0 and row["backward_mths"] > 0 and row["gflops"] > 0
+    assert (tmp_path / "cpu.md").read_text().count("|") > 20
+
+
+def test_lengths():
+    assert lengths.parse_lengths("8192x4") == [8192] * 4
+    assert lengths.parse_lengths("1x32768") == [32768]
+    assert lengths.parse_lengths("1024+7168") == [1024, 7168]
+    for wrong in ("", "a", "3x4x5", "-1", "64+"):
+        with pytest.raises(ValueError):
+            lengths.parse_lengths(wrong)
+
+
+def test_grid_rows_are_the_published_ones():
+    rows = bench_grid.read_rows(bench_grid.find_table(None), "both", None)
+    assert sum(r.direction == "fwd" for r in rows) == 171 and sum(r.direction == "bwd" for r in rows) == 32
+    assert len({r.label() for r in rows}) == len(rows)
+    for row in rows:
+        assert sum(row.lengths) in (2048, 4096, 8192, 16384, 32768), row.label()
+        tensor, moved = bench_grid.floors_ms(row, 132)
+        assert row.best_ms and row.best_ms > max(tensor, moved), row.label()  # nobody beats the hardware
+    with pytest.raises(ValueError, match="--rows"):
+        bench_grid.read_rows(bench_grid.find_table(None), "fwd", "no such row")
+
+
+def test_chunk_decays_sum_each_chunk():
+    assert planview.chunk_decays([65, 0, 64], [-1.0, 0.0], 2) == [-64.0, 0.0, -1.0, 0.0, -64.0, 0.0]
+
+
+def test_fma_loop_is_the_machine_code_it_says():
+    code = fma_rate.machine_code()
+    # vfmadd231ps ymm0, ymm10, ymm10 and ymm9, ymm10, ymm10 as an assembler writes them
+    assert bytes.fromhex("c4c22db8c2") in code and bytes.fromhex("c4422db8ca") in code
+    assert code.endswith(bytes.fromhex("c5fc77c3"))
