@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import flash_qla
-
 import qla
 
 assert "torch" not in sys.modules, "import qla pulled torch in"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src/cuda", "src/core", "src/plan", "src/api", "include")
-BINDINGS = ("_ffi*.py", "ops*.py", "api*.py")
+BINDINGS = ("_[a-z]*.py", "ops*.py", "api*.py")
 SUFFIXES = {".cu", ".cuh", ".cpp", ".hpp", ".h", ".inl"}
 RECORD = ROOT / "docs/gpu/last_run.json"
 UNVERIFIED = ROOT / "docs/gpu/UNVERIFIED.md"

@@ -117,9 +117,8 @@ def pick_device(wanted: str) -> tuple[str, str]:
         return "cpu", "torch sees no GPU"
     import qla
 
-    like = dict(device="cuda", dtype=torch.bfloat16)
-    q = torch.zeros(1, 64, 2, 128, **like)
-    v, gate = torch.zeros(1, 64, 4, 128, **like), torch.zeros(1, 64, 4, device="cuda")
+    q = torch.zeros(1, 64, 2, 128, device="cuda", dtype=torch.bfloat16)
+    v, gate = q.new_zeros(1, 64, 4, 128), torch.zeros(1, 64, 4, device="cuda")
     ok, reason = qla.can_implement(q, q, v, gate, gate, needs_grad=True)
     if ok:
         return "cuda", "our kernels serve it, forward and backward"

@@ -120,32 +120,34 @@ def relative(x: Any, truth: Any) -> float:
 def run_case(case: Case, device: str, generator: Any) -> dict[str, float]:
     """name -> relative L2 error of each output and gradient."""
     import torch
-    from qla.testing import recurrent_gated_delta_rule
 
     import qla
+    from qla.testing import recurrent_gated_delta_rule
 
     inputs = make_inputs(case, device, generator)
     keywords = options(case, device)
-    o, state = qla.chunk_gated_delta_rule(**inputs, **keywords, auto_cp=case.cp)
+    call: Any = qla.chunk_gated_delta_rule
+    o, state = call(**inputs, **keywords, auto_cp=case.cp)
     do = torch.randn(o.shape, generator=generator).to(o)
     ds = torch.randn(state.shape, generator=generator).to(state) / 8
     grads = torch.autograd.grad((o, state), list(inputs.values()), (do, ds))
 
     exact = {name: x.detach().double().cpu().requires_grad_() for name, x in inputs.items()}
     keywords = {n: (x.cpu() if hasattr(x, "cpu") else x) for n, x in keywords.items()}
-    o_true, state_true = recurrent_gated_delta_rule(**exact, **keywords)
+    truth: Any = recurrent_gated_delta_rule
+    o_true, state_true = truth(**exact, **keywords)
     grads_true = torch.autograd.grad((o_true, state_true), list(exact.values()), (do.double().cpu(), ds.double().cpu()))
     errors = {"o": relative(o, o_true), "final_state": relative(state, state_true)}
-    for name, x, truth in zip(inputs, grads, grads_true):
-        errors[f"d{name}"] = relative(x, truth)
+    for name, x, x_true in zip(inputs, grads, grads_true):
+        errors[f"d{name}"] = relative(x, x_true)
     return errors
 
 
 def main(args: argparse.Namespace) -> int:
     try:
         import torch
-    except ImportError as error:
-        raise ImportError(f"needs torch ({error}): pip install 'flash-qla[torch]'") from error
+    except ImportError as missing:
+        raise ImportError(f"needs torch ({missing}): pip install 'flash-qla[torch]'") from missing
     from qla import _ffi
     from qla.progress import Bar
 

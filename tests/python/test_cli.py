@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import qla
 from qla import bench_grid, fma_rate, lengths, planview
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = str(Path(qla.__path__[0]).resolve().parent)
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PACKAGES, **environment}
     return subprocess.run(
         [sys.executable, "-m", "qla", *words], capture_output=True, text=True, timeout=600, env=env, cwd=ROOT / "tests"
     )
@@ -38,7 +40,7 @@ def test_info_without_a_library_says_where_it_looked():
 def test_info_names_another_flash_qla(tmp_path):
     (tmp_path / "flash_qla").mkdir()
     (tmp_path / "flash_qla/__init__.py").write_text("")
-    done = run("info", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    done = run("info", PYTHONPATH=os.pathsep.join([str(tmp_path), PACKAGES]))
     assert done.returncode == 0 and "NOT ours" in done.stdout and str(tmp_path) in done.stdout
 
 
