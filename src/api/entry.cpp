@@ -3,33 +3,13 @@
 #include <cstring>
 
 #include "api/guard.hpp"
+#include "api/structs.hpp"
 #include "api/validate.hpp"
 #include "core/backend.hpp"
 #include "qla/qla.h"
 
-#define QLA_STRINGIFY2(x) #x
-#define QLA_STRINGIFY(x) QLA_STRINGIFY2(x)
-#define QLA_VERSION_TEXT \
-  QLA_STRINGIFY(QLA_VERSION_MAJOR) "." QLA_STRINGIFY(QLA_VERSION_MINOR) "." QLA_STRINGIFY(QLA_VERSION_PATCH)
-
 namespace qla::api {
 namespace {
-
-// A struct of another size was compiled against another header: reading it would read past its end or miss what it asks for.
-template <typename Struct>
-Struct& checked(Struct* pointer, const char* name) {
-  QLA_CHECK(pointer != nullptr, name, ": expected a pointer to a filled struct, got NULL");
-  QLA_CHECK(pointer->struct_size == sizeof(Struct), name, ".struct_size: expected ", sizeof(Struct), ", got ",
-            pointer->struct_size, "; set it to sizeof the struct, and compile against the qla.h of this library (version ",
-            QLA_VERSION_TEXT, ")");
-  return *pointer;
-}
-
-template <typename T>
-T& required(T* pointer, const char* name) {
-  QLA_CHECK(pointer != nullptr, name, ": expected a pointer to receive the result, got NULL");
-  return *pointer;
-}
 
 template <typename Args>
 bool on_cuda(const Args& args) {
@@ -177,14 +157,6 @@ qla_status qla_gdn_backward(const qla_gdn_backward_args* pointer) {
     validate_workspace(args.workspace, args.workspace_bytes, least);
     cuda ? qla::cuda::backward(args, problem) : qla::cpu::backward(args, problem);
   });
-}
-
-qla_status qla_gdn_plan(const qla_gdn_forward_args*, const int64_t*, int64_t, const float*, qla_plan*) {
-  return guarded([] { throw qla::Error(QLA_NOT_SUPPORTED, "qla_gdn_plan: not in this build yet"); });
-}
-
-qla_status qla_plan_print(const qla_plan*, char*, size_t, size_t*) {
-  return guarded([] { throw qla::Error(QLA_NOT_SUPPORTED, "qla_plan_print: not in this build yet"); });
 }
 
 }  // extern "C"

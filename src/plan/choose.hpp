@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/problem.hpp"
 #include "plan/costs.hpp"
 #include "plan/policy.hpp"
 
@@ -23,6 +24,19 @@ struct Shape {
   bool may_cut = true;        // false: a state pool is updated in place, or only one segment is possible
   bool backward = false;
 };
+
+template <typename Args>  // of a validated call; the backends and qla_gdn_plan all begin here
+Shape shape_of(const Args& args, const Problem& problem) {
+  Shape shape;
+  shape.total_tokens = problem.total_tokens();
+  shape.num_seqs = problem.num_seqs;
+  shape.num_v_heads = problem.num_v_heads;
+  shape.group = problem.group();
+  shape.equal_lengths = !problem.varlen;
+  if constexpr (requires { args.d_o; }) shape.backward = true;
+  if constexpr (requires { args.state_indices; }) shape.may_cut = args.state_indices.data == nullptr;
+  return shape;
+}
 
 struct Capabilities {  // what the device's kernels can do
   bool fused = true, v_split = true, segments = true;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/problem.hpp"
 #include "plan/policy.hpp"
 
 namespace qla::plan {
@@ -38,6 +39,17 @@ inline CutRule choose_cpu(const Policy& policy, int64_t num_seqs, int64_t num_v_
   // plans merge.
   rule.join = policy.mode == QLA_CP_AUTO && !rule.exact;
   return rule;
+}
+
+inline CutRule choose_cpu(const Policy& policy, const Problem& problem) {
+  return choose_cpu(policy, problem.num_seqs, problem.num_v_heads, 1, ceil_div(problem.total_tokens(), kChunkTokens));
+}
+
+inline const char* cpu_reason_text(const Policy& policy, const CutRule& rule) {
+  if (policy.mode == QLA_CP_OFF) return "cuts are off";
+  if (policy.mode == QLA_CP_FIXED) return "segments of the given length";
+  if (policy.batch_invariant) return "batch-invariant: one segment length for every call";
+  return rule.segment_chunks == 0 ? "sequences and heads are work enough: no cut" : "few heads: sequences are cut into segments";
 }
 
 }  // namespace qla::plan

@@ -1,0 +1,238 @@
+// qla_gdn_plan and qla_plan_print: the plan that a call with these shapes follows, for lengths and gates given on the host.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <queue>
+#include <string>
+#include <vector>
+
+#include "api/guard.hpp"
+#include "api/structs.hpp"
+#include "api/validate.hpp"
+#include "core/backend.hpp"
+#include "core/env.hpp"
+#include "core/tensor_view.hpp"
+#include "cuda/capabilities.hpp"
+#include "plan/choose.hpp"
+#include "plan/choose_cpu.hpp"
+
+namespace qla::api {
+namespace {
+
+using plan::Choice;
+using plan::DeviceCosts;
+using plan::Segment;
+
+// The device's own row, or an H200's where there is none to ask: plans can be looked at anywhere.
+DeviceCosts costs_of_device(int32_t device, bool* here) {
+  qla_device_info_t info{};
+  info.struct_size = sizeof(info);
+  *here = true;
+  try {
+    cuda::device_info(device, &info);
+    return plan::costs_for(info.multiprocessors, info.capability_major);
+  } catch (const Error&) {
+    *here = false;
+    return plan::kH200;
+  }
+}
+
+size_t workspace_or_zero(const qla_gdn_forward_args& args, const Problem& problem, bool cuda) {
+  try {
+    return cuda ? cuda::forward_workspace(args, problem) : cpu::forward_workspace(args, problem);
+  } catch (const Error&) {
+    return 0;  // not served here: the plan can be looked at all the same
+  }
+}
+
+// Lengths of the sequences, checked against the tensors' shapes.
+std::vector<int64_t> sequence_lengths(const Problem& problem, const int64_t* lens, int64_t num_lens) {
+  if (lens == nullptr) {
+    QLA_CHECK(num_lens == 0, "num_lens: expected 0 without lens, got ", num_lens, "; pass the lengths");
+    QLA_CHECK(!problem.varlen || problem.num_seqs <= 1,
+              "lens: expected the sequence lengths of a packed call (tensor data is not read here), ",
+              "got NULL; pass N = ", problem.num_seqs, " lengths");
+    return std::vector<int64_t>(static_cast<size_t>(problem.num_seqs), problem.tokens);
+  }
+  QLA_CHECK(num_lens == problem.num_seqs, "num_lens: expected N = ", problem.num_seqs, " as cu_seqlens or the batch say, got ",
+            num_lens, "; pass one length for each sequence");
+  int64_t total = 0;
+  for (int64_t n = 0; n < num_lens; ++n) {
+    QLA_CHECK(lens[n] >= 0 && (problem.varlen || lens[n] == problem.tokens), "lens[", n, "]: expected ",
+              problem.varlen ? std::string("0 or more") : concat("T = ", problem.tokens, " (no cu_seqlens)"), ", got ", lens[n],
+              "; pass token counts");
+    const bool overflow = __builtin_add_overflow(total, lens[n], &total);
+    QLA_CHECK(!overflow && total <= problem.total_tokens(), "lens[", n, "]: expected a sum of at most ", problem.total_tokens(),
+              " tokens (q's shape), got more; pass the lengths that q holds");
+  }
+  return std::vector<int64_t>(lens, lens + num_lens);
+}
+
+// Longest first over the multiprocessors, as the persistent grid takes items.
+class Queue {
+ public:
+  void add(float us) { items_.push_back(us), total_ += us, longest_ = std::max(longest_, us); }
+  float makespan(int32_t sms) {
+    if (items_.size() > 200000) return std::max(longest_, static_cast<float>(total_ / sms));
+    std::sort(items_.begin(), items_.end(), std::greater<>());
+    std::priority_queue<float, std::vector<float>, std::greater<>> free_at;
+    for (int32_t i = 0; i < sms; ++i) free_at.push(0.0f);
+    float end = 0.0f;
+    for (const float us : items_) {
+      const float done = free_at.top() + us;
+      free_at.pop(), free_at.push(done);
+      end = std::max(end, done);
+    }
+    return end;
+  }
+  size_t size() const { return items_.size(); }
+
+ private:
+  std::vector<float> items_;
+  double total_ = 0;
+  float longest_ = 0;
+};
+
+float predict(const DeviceCosts& costs, const Problem& problem, const Choice& choice, const std::vector<Segment>& segments,
+              int64_t chunks) {
+  const float sms = static_cast<float>(costs.num_sms), heads = static_cast<float>(problem.num_v_heads);
+  const bool full = static_cast<int64_t>(segments.size()) * choice.value_splits >= costs.num_sms;
+  const plan::Shape shape{};  // forward
+  const float per_chunk = plan::detail::chunk_cost(costs, shape, choice.value_splits, choice.fused, full);
+  const float state = choice.value_splits == 2 ? costs.state_half : costs.state_full;
+  Queue main, pre;
+  int64_t chain = 0, longest_chain = 0;
+  for (const Segment& s : segments) {
+    for (int32_t part = 0; part < choice.value_splits; ++part) {
+      main.add(static_cast<float>(s.walked_chunks()) * per_chunk);
+      if (s.needs_end_state) pre.add(static_cast<float>(s.walked_chunks()) * state);
+      if (s.needs_transition) pre.add(static_cast<float>(s.num_chunks) * state);
+    }
+    chain = s.start == QLA_START_MERGED ? chain + 1 : 0;
+    longest_chain = std::max(longest_chain, chain);
+  }
+  float us = costs.fixed + costs.plan + main.makespan(costs.num_sms);
+  if (!choice.fused)
+    us += costs.launch + static_cast<float>(chunks) * heads / sms *
+                             costs.intra[problem.group() >= 4   ? 0
+                                         : problem.group() >= 2 ? 1
+                                                                : 2];
+  if (pre.size()) us += 2 * costs.launch + pre.makespan(costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;
+  return us;
+}
+
+void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t num_lens, const float* chunk_log_decay,
+               qla_plan& result) {
+  QLA_CHECK(result.segments_capacity >= 0, "plan.segments_capacity: expected 0 or more, got ", result.segments_capacity,
+            "; pass the array's size");
+  QLA_CHECK(result.segments != nullptr || result.segments_capacity == 0, "plan.segments: expected an array of ",
+            result.segments_capacity, " segments, got NULL; pass it, or a capacity of 0");
+  const Problem problem = validate(args, Stage::Query);
+  const bool cuda = resolve_backend(args.backend, args.device, args.stream) == QLA_BACKEND_CUDA;
+  const std::vector<int64_t> lengths = sequence_lengths(problem, lens, num_lens);
+  const plan::Policy policy = plan::make_policy(args, problem.dtype);
+
+  bool here = true;
+  const DeviceCosts costs = cuda ? costs_of_device(args.device, &here) : plan::kH200;
+  Choice choice;
+  if (cuda)
+    choice = plan::choose(costs, plan::shape_of(args, problem), policy, cuda::kForwardCapabilities);
+  else
+    choice.rule = plan::choose_cpu(policy, problem);
+
+  const float assumed = policy.threshold / static_cast<float>(plan::kAssumedWarmup);  // where no gates are given
+  std::vector<Segment> all;
+  int64_t total_chunks = 0, written = 0, most_of_a_head = 0, items = 0;
+  std::vector<int64_t> of_head(static_cast<size_t>(problem.num_v_heads), 0);
+  const bool predicting = cuda;
+  int64_t base = 0;  // chunks of all earlier sequences
+  for (int64_t n = 0; n < problem.num_seqs; ++n) {
+    const plan::Cut cut = plan::make_cut(plan::chunks_of(lengths[static_cast<size_t>(n)]), choice.rule);
+    for (int64_t head = 0; head < problem.num_v_heads; ++head) {
+      const auto decay = [&](int64_t c) {
+        return chunk_log_decay ? chunk_log_decay[(base + c) * problem.num_v_heads + head] : assumed;
+      };
+      plan::for_each_segment(cut, choice.rule, present(args.initial_state), false, decay, [&](const Segment& s) {
+        if (written < result.segments_capacity)
+          result.segments[written++] = {n, head, s.first_chunk, s.num_chunks, s.warmup_chunks, s.start, 0};
+        ++items, ++of_head[static_cast<size_t>(head)];
+        if (predicting) all.push_back(s);
+      });
+    }
+    base += cut.chunks;
+  }
+  total_chunks = base;
+  for (const int64_t count : of_head) most_of_a_head = std::max(most_of_a_head, count);
+
+  result.num_sequences = problem.num_seqs;
+  result.total_chunks = total_chunks;
+  result.segment_chunks = choice.rule.segment_chunks;
+  result.num_segments = most_of_a_head;
+  result.num_items = items;
+  result.value_splits = choice.value_splits;
+  result.workspace_bytes = static_cast<int64_t>(workspace_or_zero(args, problem, cuda));
+  result.predicted_us = predicting ? static_cast<double>(predict(costs, problem, choice, all, total_chunks)) : 0.0;
+  result.fused = choice.fused;
+  result.reserved0 = 0;
+  const std::string reason = concat(cuda ? plan::reason_text(choice.reason) : plan::cpu_reason_text(policy, choice.rule),
+                                    cuda && !here ? " (no such device here: planned for an H200)" : "",
+                                    chunk_log_decay ? "" : "; gates not given: usual ones assumed");
+  std::memset(result.reason, 0, sizeof(result.reason));
+  std::strncpy(result.reason, reason.c_str(), sizeof(result.reason) - 1);
+}
+
+std::string plan_text(const qla_plan& p) {
+  constexpr int64_t kMostLines = 64;
+  static const char* const starts[] = {"zero", "initial", "warm-up", "merged"};
+  std::string text =
+      concat("plan: ", p.reason, "\n", "  ", p.num_sequences, " sequences, ", p.total_chunks, " chunks, ",
+             p.segment_chunks ? concat("segments of at most ", p.segment_chunks, " chunks") : std::string("not cut"), ", ",
+             p.num_segments, " segments a value head, ", p.num_items, " in all");
+  text += concat("\n  V in ", p.value_splits, p.value_splits == 1 ? " part" : " parts",
+                 p.fused ? ", intra-chunk stage fused" : "", ", workspace ", p.workspace_bytes, " bytes");
+  if (p.predicted_us > 0) text += concat(", predicted ", static_cast<int64_t>(p.predicted_us + 0.5), " us");
+  text += "\n";
+  const int64_t known = std::min(p.num_items, p.segments ? p.segments_capacity : 0);
+  if (known > 0) text += "  sequence head first_chunk chunks start warmup_chunks\n";
+  for (int64_t i = 0; i < std::min(known, kMostLines); ++i) {
+    const qla_segment& s = p.segments[i];
+    const char* start = s.start >= QLA_START_ZERO && s.start <= QLA_START_MERGED ? starts[s.start] : "?";
+    text += concat("  ", s.sequence, " ", s.head, " ", s.first_chunk, " ", s.num_chunks, " ", start, " ", s.warmup_chunks, "\n");
+  }
+  if (known > kMostLines) text += concat("  .. and ", p.num_items - kMostLines, " more\n");
+  return text;
+}
+
+}  // namespace
+}  // namespace qla::api
+
+using namespace qla::api;
+
+extern "C" {
+
+qla_status qla_gdn_plan(const qla_gdn_forward_args* args, const int64_t* lens, int64_t num_lens, const float* chunk_log_decay,
+                        qla_plan* plan) {
+  return guarded([&] {
+    const auto& checked_args = checked(args, "args");
+    fill_plan(checked_args, lens, num_lens, chunk_log_decay, checked(plan, "plan"));
+    if (qla::log_enabled("plan")) qla::log_line("plan", plan->reason);
+  });
+}
+
+qla_status qla_plan_print(const qla_plan* plan, char* buffer, size_t capacity, size_t* length) {
+  return guarded([&] {
+    const qla_plan& checked_plan = checked(plan, "plan");
+    QLA_CHECK(std::memchr(checked_plan.reason, 0, sizeof(checked_plan.reason)) != nullptr,
+              "plan.reason: expected text that ends, got 256 bytes without a NUL; pass a plan that qla_gdn_plan filled");
+    const std::string text = plan_text(checked_plan);
+    if (length != nullptr) *length = text.size();
+    QLA_CHECK(length != nullptr || buffer != nullptr,
+              "length: expected a pointer, or a buffer to write to, got neither; pass one of them");
+    if (buffer == nullptr || capacity == 0) return;
+    const size_t copied = std::min(text.size(), capacity - 1);
+    std::memcpy(buffer, text.data(), copied);
+    buffer[copied] = '\0';
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,200 @@
+// qla_gdn_plan and qla_plan_print: golden text, every chunk once, capacity and refusals.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "abi/calls.hpp"
+
+namespace qla::test {
+namespace {
+
+struct Planned {
+  qla_status status;
+  qla_plan plan{};
+  std::vector<qla_segment> segments;
+};
+
+Planned make_plan(const qla_gdn_forward_args& args, const std::vector<int64_t>& lens, const float* decay = nullptr) {
+  Planned p;
+  p.plan.struct_size = sizeof(p.plan);
+  p.status = qla_gdn_plan(&args, lens.empty() ? nullptr : lens.data(), static_cast<int64_t>(lens.size()), decay, &p.plan);
+  if (p.status != QLA_OK) return p;
+  p.segments.resize(static_cast<size_t>(p.plan.num_items));
+  p.plan.segments = p.segments.data();
+  p.plan.segments_capacity = p.plan.num_items;
+  p.status = qla_gdn_plan(&args, lens.empty() ? nullptr : lens.data(), static_cast<int64_t>(lens.size()), decay, &p.plan);
+  return p;
+}
+
+std::string print(const qla_plan& plan) {
+  size_t length = 0;
+  EXPECT_EQ(qla_plan_print(&plan, nullptr, 0, &length), QLA_OK);
+  std::string text(length + 1, '?');
+  EXPECT_EQ(qla_plan_print(&plan, text.data(), text.size(), &length), QLA_OK);
+  EXPECT_EQ(text.back(), '\0');
+  text.pop_back();
+  return text;
+}
+
+// Shapes only: nobody reads the data.
+qla_gdn_forward_args packed(int64_t tokens, int64_t sequences, int64_t k_heads, int64_t v_heads, int32_t dtype = QLA_BFLOAT16) {
+  static char somewhere[64];
+  const auto shape = [&](int32_t type, std::vector<int64_t> sizes) {
+    qla_tensor t{};
+    t.data = somewhere, t.dtype = type, t.ndim = static_cast<int32_t>(sizes.size());
+    int64_t stride = 1;
+    for (int32_t i = t.ndim - 1; i >= 0; --i)
+      t.shape[i] = sizes[static_cast<size_t>(i)], t.stride[i] = stride, stride *= t.shape[i];
+    return t;
+  };
+  qla_gdn_forward_args args{};
+  args.struct_size = sizeof(args);
+  args.device = -1;
+  args.scale = NAN;
+  args.cp_warmup_threshold = NAN;
+  args.q = args.k = shape(dtype, {1, tokens, k_heads, 128});
+  args.v = args.o = shape(dtype, {1, tokens, v_heads, 128});
+  args.g = args.beta = shape(QLA_FLOAT32, {1, tokens, v_heads});
+  args.cu_seqlens = shape(QLA_INT64, {sequences + 1});
+  return args;
+}
+
+TEST(Plan, GoldenFixed) {
+  qla_gdn_forward_args args = packed(640, 2, 1, 2);
+  args.cp_mode = QLA_CP_FIXED;
+  args.cp_segment_chunks = 4;
+  std::vector<float> decay(20);
+  for (size_t i = 0; i < decay.size(); ++i) decay[i] = i % 2 ? 0.0f : -12.0f;  // head 0 forgets in a chunk, head 1 never
+  const Planned p = make_plan(args, {600, 33}, decay.data());
+  ASSERT_EQ(p.status, QLA_OK) << qla_last_error();
+  std::string text = print(p.plan);
+  const size_t workspace = text.find(", workspace");
+  text.replace(workspace, text.find('\n', workspace) - workspace, "");  // the backend's own affair
+  EXPECT_EQ(text,
+            "plan: segments of the given length\n"
+            "  2 sequences, 11 chunks, segments of at most 4 chunks, 4 segments a value head, 8 in all\n"
+            "  V in 1 part\n"
+            "  sequence head first_chunk chunks start warmup_chunks\n"
+            "  0 0 0 4 zero 0\n"
+            "  0 0 4 4 warm-up 1\n"
+            "  0 0 8 2 warm-up 1\n"
+            "  0 1 0 4 zero 0\n"
+            "  0 1 4 4 zero 4\n"
+            "  0 1 8 2 zero 8\n"
+            "  1 0 0 1 zero 0\n"
+            "  1 1 0 1 zero 0\n");
+}
+
+TEST(Plan, EveryChunkOnceInEveryMode) {
+  for (int32_t mode = QLA_CP_AUTO; mode <= QLA_CP_FIXED; ++mode) {
+    for (uint32_t flags : {0u, static_cast<uint32_t>(QLA_FLAG_BATCH_INVARIANT)}) {
+      for (int32_t device : {-1, 0}) {
+        qla_gdn_forward_args args = packed(40000, 4, 2, 4);
+        args.device = device;
+        args.cp_mode = mode;
+        args.flags = flags;
+        args.cp_segment_chunks = mode == QLA_CP_FIXED ? 7 : 0;
+        const std::vector<int64_t> lens = {0, 32768, 1, 6500};
+        const Planned p = make_plan(args, lens);
+        ASSERT_EQ(p.status, QLA_OK) << qla_last_error();
+        EXPECT_EQ(p.plan.total_chunks, 512 + 1 + 102);
+        int64_t chunks = 0;
+        for (int64_t n = 0; n < 4; ++n)
+          for (int64_t head = 0; head < 4; ++head) {
+            int64_t at = 0, last_owned = 0;
+            for (const qla_segment& s : p.segments) {
+              if (s.sequence != n || s.head != head) continue;
+              EXPECT_EQ(s.first_chunk, at);
+              EXPECT_LE(s.warmup_chunks, at);
+              at += s.num_chunks, last_owned = s.num_chunks;
+            }
+            EXPECT_EQ(at, (lens[static_cast<size_t>(n)] + 63) / 64);
+            chunks += at;
+            EXPECT_TRUE(at == 0 || last_owned > 0);
+          }
+        EXPECT_EQ(chunks, 4 * (512 + 1 + 102));
+        EXPECT_GT(std::string(p.plan.reason).size(), 0u);
+        EXPECT_EQ(p.plan.predicted_us > 0, device == 0);
+      }
+    }
+  }
+}
+
+// One sequence of 2^31 tokens, none at all, and a million of one token between two huge ones.
+TEST(Plan, HugeAndEmpty) {
+  qla_gdn_forward_args args = packed((int64_t{1} << 31) + 64, 1, 1, 1);
+  Planned p = make_plan(args, {(int64_t{1} << 31) + 1});
+  ASSERT_EQ(p.status, QLA_OK) << qla_last_error();
+  EXPECT_EQ(p.plan.total_chunks, (int64_t{1} << 25) + 1);
+  args = packed(100, 0, 1, 1);
+  p = make_plan(args, {});
+  ASSERT_EQ(p.status, QLA_OK) << qla_last_error();
+  EXPECT_EQ(p.plan.num_items, 0);
+  std::vector<int64_t> lens(1000002, 1);
+  lens.front() = lens.back() = int64_t{1} << 24;
+  args = packed((int64_t{1} << 25) + 1000000, 1000002, 1, 1);
+  p = make_plan(args, lens);
+  ASSERT_EQ(p.status, QLA_OK) << qla_last_error();
+  EXPECT_EQ(p.plan.total_chunks, (int64_t{1} << 19) + 1000000);
+  EXPECT_GE(p.plan.num_items, 1000002);
+}
+
+TEST(Plan, BatchInvariantDependsOnOwnLengthOnly) {
+  const auto of_sequence = [](const Planned& p, int64_t n) {
+    std::vector<std::vector<int64_t>> out;
+    for (const qla_segment& s : p.segments)
+      if (s.sequence == n && s.head == 0) out.push_back({s.first_chunk, s.num_chunks, s.warmup_chunks, s.start});
+    return out;
+  };
+  for (int32_t device : {-1, 0}) {
+    qla_gdn_forward_args alone = packed(30000, 1, 2, 2), among = packed(200000, 5, 8, 64);
+    for (qla_gdn_forward_args* args : {&alone, &among}) args->flags = QLA_FLAG_BATCH_INVARIANT, args->device = device;
+    const auto a = of_sequence(make_plan(alone, {30000}), 0), b = of_sequence(make_plan(among, {1, 70000, 30000, 5, 90000}), 2);
+    EXPECT_EQ(a, b);
+    EXPECT_GT(a.size(), 1u);
+  }
+}
+
+TEST(Plan, CapacityIsRespected) {
+  qla_gdn_forward_args args = packed(640, 1, 1, 2);
+  args.cp_mode = QLA_CP_FIXED;
+  args.cp_segment_chunks = 2;
+  qla_segment segments[4] = {};
+  segments[3].sequence = 77;
+  qla_plan plan{};
+  plan.struct_size = sizeof(plan);
+  plan.segments = segments;
+  plan.segments_capacity = 3;
+  const int64_t length = 640;
+  ASSERT_EQ(qla_gdn_plan(&args, &length, 1, nullptr, &plan), QLA_OK) << qla_last_error();
+  EXPECT_EQ(plan.num_items, 10);
+  EXPECT_EQ(segments[2].first_chunk, 4);
+  EXPECT_EQ(segments[3].sequence, 77);
+  char text[16];
+  size_t bytes = 0;
+  ASSERT_EQ(qla_plan_print(&plan, text, sizeof(text), &bytes), QLA_OK);
+  EXPECT_GT(bytes, sizeof(text));
+  EXPECT_EQ(std::string(text).size(), sizeof(text) - 1);
+}
+
+TEST(Plan, Refusals) {
+  qla_plan plan{};
+  plan.struct_size = sizeof(plan);
+  qla_gdn_forward_args args = packed(640, 2, 1, 2);
+  const auto refused = [&](std::vector<int64_t> lens, const std::string& argument) {
+    EXPECT_EQ(qla_gdn_plan(&args, lens.data(), static_cast<int64_t>(lens.size()), nullptr, &plan), QLA_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(qla_last_error()).rfind(argument, 0), 0u) << qla_last_error();
+  };
+  refused({640}, "num_lens:");
+  refused({-1, 5}, "lens[0]:");
+  refused({600, 41}, "lens[1]:");
+  refused({INT64_MAX, INT64_MAX}, "lens[0]:");
+  EXPECT_EQ(qla_gdn_plan(&args, nullptr, 0, nullptr, &plan), QLA_INVALID_ARGUMENT);
+  plan.segments_capacity = 4;
+  refused({600, 40}, "plan.segments:");
+  plan.segments_capacity = -1;
+  refused({600, 40}, "plan.segments_capacity:");
+}
+
+}  // namespace
+}  // namespace qla::test
