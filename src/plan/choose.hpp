@@ -176,13 +176,14 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
         !shape.equal_lengths && shape.num_seqs > 1 && shape.num_v_heads * best.value_splits * 3 <= costs.num_sms;
     if (segment_chunks == 0 && may_be_uneven && chunks >= kLeastSegmentChunks) {
       segment_chunks = std::max(chunks, fair_share(costs, shape, best.value_splits));
-      best.fused = false;  // merges need Abar in memory
     }
     best.reason = best_segments > 1        ? (best.value_splits == 2 ? Reason::SegmentsAndSplit : Reason::Segments)
                   : best.value_splits == 2 ? Reason::ValueSplit
                   : seqs * shape.num_v_heads * 2 > costs.num_sms ? Reason::CardFull
                                                                  : Reason::NothingToCut;
   }
+  // A pre-pass and a warm-up read Abar from memory.
+  if (segment_chunks > 0 && (!shape.equal_lengths || chunks > segment_chunks)) best.fused = false;
   best.rule = rule_for(policy, segment_chunks);
   return best;
 }

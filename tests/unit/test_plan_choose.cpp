@@ -1,0 +1,215 @@
+// plan/choose, order, layout: golden choices for an H200, and a fuzz of random packings: bounds from shapes hold for any
+// boundaries and gates.
+#include "plan/choose.hpp"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "plan/choose_cpu.hpp"
+#include "plan/layout.hpp"
+#include "plan/order.hpp"
+
+namespace qla::plan {
+namespace {
+
+Shape shape_of_row(int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads) {
+  Shape shape;
+  shape.total_tokens = tokens;
+  shape.num_seqs = seqs;
+  shape.num_v_heads = v_heads;
+  shape.group = v_heads / k_heads;
+  shape.equal_lengths = seqs == 1;
+  return shape;
+}
+
+std::string text(const Choice& choice) {
+  return "L" + std::to_string(choice.rule.segment_chunks) + (choice.value_splits == 2 ? " halves" : "") +
+         (choice.fused ? " fused" : "");
+}
+
+// Rows of the published grid. A change of the cost table changes these on purpose only.
+TEST(Choose, GoldenH200) {
+  const auto row = [](int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads) {
+    return text(choose(kH200, shape_of_row(tokens, seqs, k_heads, v_heads), Policy{}, Capabilities{}));
+  };
+  EXPECT_EQ(row(32768, 1, 2, 8), "L32");
+  EXPECT_EQ(row(16384, 1, 2, 8), "L32 halves");
+  EXPECT_EQ(row(4096, 1, 2, 8), "L8 halves");
+  EXPECT_EQ(row(32768, 1, 4, 16), "L64");
+  EXPECT_EQ(row(32768, 1, 8, 32), "L64");
+  EXPECT_EQ(row(2048, 1, 8, 32), "L0 halves");
+  EXPECT_EQ(row(32768, 1, 16, 64), "L0 halves");
+  EXPECT_EQ(row(32768, 2, 16, 64), "L0 fused");
+  EXPECT_EQ(row(32768, 8, 16, 64), "L0 fused");
+  EXPECT_EQ(row(64, 1, 1, 1), "L0 fused");
+  EXPECT_EQ(row(0, 1, 1, 1), "L0 fused");
+  EXPECT_EQ(row(0, 0, 1, 1), "L0 fused");
+}
+
+TEST(Choose, OnlyWhatTheKernelsCanDo) {
+  for (int mask = 0; mask < 8; ++mask) {
+    const Capabilities can{(mask & 1) != 0, (mask & 2) != 0, (mask & 4) != 0};
+    for (int64_t tokens : {0, 1, 64, 4096, 32768, 1 << 20})
+      for (int64_t heads : {1, 8, 64})
+        for (int32_t mode = QLA_CP_AUTO; mode <= QLA_CP_FIXED; ++mode)
+          for (bool invariant : {false, true}) {
+            Policy policy;
+            policy.mode = mode, policy.fixed_chunks = 3, policy.batch_invariant = invariant;
+            Shape shape = shape_of_row(tokens, 1, 1, heads);
+            const Choice choice = choose(kH200, shape, policy, can);
+            EXPECT_TRUE(can.fused || !choice.fused);
+            EXPECT_TRUE(can.v_split || choice.value_splits == 1);
+            EXPECT_TRUE(can.segments || choice.rule.segment_chunks == 0);
+            if (mode == QLA_CP_OFF) {
+              EXPECT_EQ(choice.rule.segment_chunks, 0);
+            }
+            if (mode == QLA_CP_FIXED && can.segments) {
+              EXPECT_EQ(choice.rule.segment_chunks, 3);
+            }
+            if (invariant && can.segments && (mode == QLA_CP_AUTO || mode == QLA_CP_EXACT)) {
+              EXPECT_EQ(choice.rule.segment_chunks, kInvariantSegmentChunks);
+            }
+            if (choice.fused) {
+              EXPECT_EQ(choice.rule.segment_chunks == 0 || tokens <= choice.rule.segment_chunks * kChunkTokens, true);
+            }
+            EXPECT_EQ(choice.rule.exact != 0, mode == QLA_CP_EXACT);
+            shape.may_cut = false;
+            EXPECT_EQ(choose(kH200, shape, policy, can).rule.segment_chunks, 0);
+          }
+  }
+}
+
+TEST(Choose, UnknownDeviceHasPositiveCosts) {
+  const DeviceCosts costs = costs_for(0, 12);
+  EXPECT_EQ(costs.num_sms, 132);
+  EXPECT_GT(costs.fused, kH200.fused);
+  EXPECT_EQ(costs_for(60, 9).fused, kH200.fused);
+  EXPECT_EQ(costs_for(60, 9).num_sms, 60);
+}
+
+// CPU plans are functions of shapes: there is no thread count to pass.
+TEST(ChooseCpu, Golden) {
+  EXPECT_EQ(choose_cpu(Policy{}, 1, 64, 1, 512).segment_chunks, 0);
+  EXPECT_GT(choose_cpu(Policy{}, 1, 1, 1, 512).segment_chunks, 0);
+  Policy policy;
+  policy.mode = QLA_CP_OFF;
+  EXPECT_EQ(choose_cpu(policy, 1, 1, 1, 512).segment_chunks, 0);
+  policy.mode = QLA_CP_EXACT;
+  EXPECT_FALSE(choose_cpu(policy, 1, 1, 1, 512).join);
+  policy.mode = QLA_CP_FIXED, policy.fixed_chunks = 5;
+  EXPECT_EQ(choose_cpu(policy, 9, 64, 1, 512).segment_chunks, 5);
+  EXPECT_FALSE(choose_cpu(policy, 9, 64, 1, 512).balance);
+}
+
+TEST(Order, LongestFirst) {
+  for (int64_t longest : {1, 5, 31, 32, 33, 1000, 1 << 25}) {
+    int32_t previous = 0;
+    for (int64_t walked = longest + 2; walked >= 0; walked -= std::max<int64_t>(1, longest / 500)) {
+      const int32_t bucket = order_bucket(walked, longest);
+      ASSERT_GE(bucket, previous);
+      ASSERT_LT(bucket, kOrderBuckets);
+      previous = bucket;
+    }
+    EXPECT_EQ(order_bucket(longest, longest), 0);
+  }
+  EXPECT_EQ(order_bucket(0, 0), 0);
+}
+
+TEST(WorkspaceLayout, QueryAndCarvingAgree) {
+  struct Buffers {
+    int64_t* table;
+    float* vec;
+    char* none;
+    char* last;
+    size_t bytes;
+  };
+  const auto lay_out = [](void* base) {
+    Layout layout(base);
+    Buffers b{layout.take<int64_t>(5), layout.take<float>(65), layout.take<char>(0), layout.take<char>(1), 0};
+    b.bytes = layout.bytes();
+    return b;
+  };
+  const Buffers query = lay_out(nullptr);
+  EXPECT_EQ(query.bytes, 256u + 512u + 256u);
+  EXPECT_EQ(query.table, nullptr);
+  alignas(256) static char memory[1024];
+  const Buffers carved = lay_out(memory);
+  EXPECT_EQ(carved.bytes, query.bytes);
+  EXPECT_EQ(reinterpret_cast<char*>(carved.table), memory);
+  EXPECT_EQ(reinterpret_cast<char*>(carved.vec), memory + 256);
+  EXPECT_EQ(carved.none, nullptr);
+  EXPECT_EQ(carved.last, memory + 768);
+  Layout huge;
+  EXPECT_THROW(huge.take<double>(int64_t{1} << 61), Error);
+  huge.take<char>(int64_t{1} << 61);
+  EXPECT_THROW(huge.take<char>(int64_t{1} << 62), Error);
+}
+
+// Random packings: sums of what for_each_segment emits stay within the bounds that size grids and workspace, and tokens are
+// covered once.
+TEST(PlannerFuzz, BoundsFromShapesHold) {
+  std::mt19937_64 random(5);
+  const auto pick = [&](int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random); };
+  int64_t tightest_items = INT64_MAX, tightest_states = INT64_MAX, cuts = 0;
+  for (int round = 0; round < 20000; ++round) {
+    SCOPED_TRACE(round);
+    const int64_t seqs = pick(0, 3) ? pick(1, 6) : pick(0, 300);
+    std::vector<int64_t> lens(static_cast<size_t>(seqs));
+    int64_t total = 0;
+    for (int64_t& len : lens) {
+      const int64_t kind = pick(0, 5);
+      len = kind == 0   ? 0
+            : kind == 1 ? 1
+            : kind == 2 ? 64 * pick(0, 20)
+            : kind == 3 ? 64 * pick(0, 20) + 1
+            : kind == 4 ? pick(0, 300)
+                        : pick(0, 20000);
+      total += len;
+    }
+    Shape shape =
+        shape_of_row(total + pick(0, 1) * pick(0, 200), seqs, 1, pick(1, 3) * pick(1, 24));  // padding behind the last boundary
+    shape.equal_lengths = false;
+    shape.backward = pick(0, 3) == 0;
+    Policy policy;
+    policy.mode = static_cast<int32_t>(pick(0, 3));
+    policy.fixed_chunks = pick(1, 9);
+    policy.batch_invariant = pick(0, 3) == 0;
+    const Capabilities can{pick(0, 1) == 1, pick(0, 1) == 1, pick(0, 7) != 0};
+    Choice choice = choose(kH200, shape, policy, can);
+    ASSERT_GT(choice.predicted_us, 0.0f);
+    const float gate = pick(0, 1) ? 0.0f : -0.5f * static_cast<float>(pick(0, 30));
+    if (choice.fused) {
+      ASSERT_EQ(choice.rule.segment_chunks, 0) << "fused calls are never cut";
+    }
+    int64_t items = 0, end_states = 0, covered = 0, expected = 0;
+    const bool reverse = pick(0, 1), initial = pick(0, 1);
+    for (const int64_t len : lens) {
+      const Cut cut = make_cut(chunks_of(len), choice.rule);
+      expected += cut.chunks;
+      for_each_segment(
+          cut, choice.rule, initial, reverse, [&](int64_t) { return gate; },
+          [&](const Segment& s) { ++items, end_states += s.needs_end_state, covered += s.num_chunks; });
+      cuts += cut.num_segments > 1;
+    }
+    ASSERT_EQ(covered, expected);
+    items *= shape.num_v_heads * choice.value_splits;
+    end_states *= shape.num_v_heads;
+    ASSERT_LE(items, most_items(shape, choice));
+    ASSERT_LE(end_states, most_end_states(shape, choice));
+    tightest_items = std::min(tightest_items, most_items(shape, choice) - items);
+    if (end_states) tightest_states = std::min(tightest_states, most_end_states(shape, choice) - end_states);
+    if (policy.mode != QLA_CP_FIXED && choice.rule.segment_chunks &&
+        !policy.batch_invariant) {  // what bounds the merges' workspace
+      ASSERT_LE(most_end_states(shape, choice), (kItemsPerSm + 1) * kH200.num_sms + shape.num_seqs * shape.num_v_heads);
+    }
+  }
+  EXPECT_GT(cuts, 1000);
+  EXPECT_LE(tightest_items, 1);  // the bounds are not slack
+  EXPECT_LE(tightest_states, 1);
+}
+
+}  // namespace
+}  // namespace qla::plan
