@@ -22,13 +22,16 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
   asm volatile(
       "{.reg .pred p;\n"
       "wait: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra done; bra wait; done: }" ::"r"(bar), "r"(parity) : "memory");
+      "@p bra done; bra wait; done: }" ::"r"(bar),
+      "r"(parity)
+      : "memory");
 }
 __device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t parity) {
   uint32_t done;
-  asm volatile(
-      "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-      : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
   return done != 0;
 }
 // the same barrier of CTA `rank` of the cluster. The relaxed form: mbarrier.arrive.release.cluster compiles to a GPU-wide
@@ -36,12 +39,18 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t parity) {
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar, uint32_t rank) {
   asm volatile(
       "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "fence.acq_rel.cta; mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];}" ::"r"(bar), "r"(rank) : "memory");
+      "fence.acq_rel.cta; mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];}" ::"r"(bar),
+      "r"(rank)
+      : "memory");
 }
 
 // named barriers 1..15 (0 is __syncthreads); threads is a multiple of 32 and counts everyone who syncs or arrives
-__device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // makes this thread's ordinary stores to shared memory visible to wgmma and bulk copies: in every writing thread, before it
 // arrives at the barrier that the reader (or the thread that issues the copy) waits for

@@ -32,15 +32,21 @@ __device__ __forceinline__ float2 unpack(uint32_t x) {
 }
 template <typename T>
 __device__ __forceinline__ T from_float(float x) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
-  else if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
-  else return T(x);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __float2bfloat16_rn(x);
+  else if constexpr (std::is_same_v<T, __half>)
+    return __float2half_rn(x);
+  else
+    return T(x);
 }
 template <typename T>
 __device__ __forceinline__ float to_float(T x) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __bfloat162float(x);
-  else if constexpr (std::is_same_v<T, __half>) return __half2float(x);
-  else return float(x);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __bfloat162float(x);
+  else if constexpr (std::is_same_v<T, __half>)
+    return __half2float(x);
+  else
+    return float(x);
 }
 
 }  // namespace qla::cuda

@@ -23,8 +23,11 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t addr, uint32_t lbo, uint
 }
 // K-major operand in the 128-byte swizzle; k16 step kk of a panel is 32 kk bytes further
 __device__ __forceinline__ uint64_t descriptor_k_major(uint32_t addr) { return descriptor(addr, 16, 1024, 1); }
-// MN-major operand (rows of k, mn contiguous); panel_bytes: distance of its two 64-column panels; k16 step kk is 2,048 kk bytes further
-__device__ __forceinline__ uint64_t descriptor_mn_major(uint32_t addr, uint32_t panel_bytes) { return descriptor(addr, panel_bytes, 1024, 1); }
+// MN-major operand (rows of k, mn contiguous); panel_bytes: distance of its two 64-column panels; k16 step kk is 2,048 kk bytes
+// further
+__device__ __forceinline__ uint64_t descriptor_mn_major(uint32_t addr, uint32_t panel_bytes) {
+  return descriptor(addr, panel_bytes, 1024, 1);
+}
 // one k16 step of a K-major operand in the 32-byte swizzle
 __device__ __forceinline__ uint64_t descriptor_k_major_32(uint32_t addr) { return descriptor(addr, 16, 256, 3); }
 

@@ -1,0 +1,59 @@
+// chunk_intra: arguments and sizes. Host- and device-includable.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/formats.hpp"
+
+namespace qla::cuda::intra {
+
+// Any float dtype (QLA_*), any strides in elements; data == nullptr: absent.
+struct View {
+  const void* data;
+  int64_t stride[3];  // batch, token, head
+  int32_t dtype;
+};
+
+struct Args {
+  const ChunkRecord* chunk_table;
+  int64_t tokens;  // T of one batch row
+  int32_t slots;   // entries of chunk_table
+  int32_t varlen;  // 1: one batch row; 0: sequence n is batch row n
+  int32_t num_k_heads, num_v_heads;
+  int32_t group;                  // value heads of a q/k head
+  int32_t parts;                  // items a q/k head: ceil(group / 4)
+  int32_t per;                    // value heads of an item, at most kHeads: ceil(group / parts)
+  int32_t step_slots, step_rest;  // the grid's size in slots and items of one: set by the launch
+  uint32_t flags;                 // QLA_FLAG_QK_L2NORM, RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
+  float scale;
+  View g, beta;          // [B, T, HV]; g may be absent
+  View a_log, dt_bias;   // [HV] (stride[2]) with QLA_FLAG_RAW_GATE; dt_bias may be absent
+  uint8_t* abar;         // [slot][HV][kTileBytes]
+  uint8_t* pg;           // the same, or nullptr
+  float* vec;            // [slot][HV][kVecFloats]; nullptr: not written
+  int32_t vec_backward;  // 1: part B of the records, too
+  void* a_inv;           // the ungated form only: (F2) [B, T, HV, 64] in q's dtype, any strides
+  int64_t a_inv_stride[4];
+};
+
+inline constexpr int kThreads = 128;
+inline constexpr int kCtasPerSm = 3;
+inline constexpr int kHeads = 4;  // value heads of one item
+
+// Shared memory, bytes from a 1,024-byte boundary.
+//   s_kq    32 KiB  two 64-column panels, in each 64 rows of K, then 64 rows of Q; 128-byte swizzle
+//   s_abar   5 KiB  tile of the head at work (formats.hpp)
+//   s_pg     5 KiB
+//   s_ex     8 KiB  right operands of the block products; with s_u: the 14 KiB of the guarded inverse
+//   s_u      6 KiB  diagonal blocks of U, fp32
+//   s_vec    2 KiB  [head] cumsum (base 2) [64], beta [64]
+//   s_raw    4 KiB  [head] gate [64], beta [64] as they lie in memory, 8 bytes each
+//   s_norm  .5 KiB  rk [64], rq [64]
+//   barrier, next item
+inline constexpr int kSmemKq = 0, kSmemAbar = 32768, kSmemPg = kSmemAbar + kTileBytes, kSmemEx = kSmemPg + kTileBytes,
+                     kSmemU = kSmemEx + 8192, kSmemVec = kSmemU + 6144, kSmemRaw = kSmemVec + 512 * kHeads,
+                     kSmemNorm = kSmemRaw + 1024 * kHeads, kSmemBar = kSmemNorm + 512, kSmemItem = kSmemBar + 16,
+                     kSmemBytes = kSmemItem + 48;
+static_assert((kSmemBytes + 1024) * kCtasPerSm <= 233472, "three CTAs a SM");
+
+}  // namespace qla::cuda::intra

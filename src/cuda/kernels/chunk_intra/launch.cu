@@ -1,0 +1,62 @@
+#include "cuda/kernels/chunk_intra/launch.hpp"
+
+#include <algorithm>
+
+#include "cuda/kernels/chunk_intra/kernel.cuh"
+
+namespace qla::cuda::intra {
+namespace {
+
+template <typename T, bool WithPg, bool Gated>
+cudaError_t set_attributes() {
+  return cudaFuncSetAttribute(chunk_intra<T, WithPg, Gated>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+}
+
+template <typename T, bool WithPg, bool Gated>
+cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args& args, int multiprocessors, bool dependent,
+                  cudaStream_t stream) {
+  const int64_t per_slot = int64_t(args.num_k_heads) * args.parts, items = args.slots * per_slot;
+  if (items == 0) return cudaSuccess;
+  const int64_t ctas = std::min<int64_t>(items, int64_t(multiprocessors) * kCtasPerSm);
+  Args sized = args;
+  sized.step_slots = int32_t(ctas / per_slot);
+  sized.step_rest = int32_t(ctas % per_slot);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(ctas));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kSmemBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, chunk_intra<T, WithPg, Gated>, map_k, map_q, sized);
+}
+
+}  // namespace
+
+cudaError_t prepare() {
+  for (cudaError_t status : {set_attributes<__nv_bfloat16, true, true>(), set_attributes<__nv_bfloat16, false, true>(),
+                             set_attributes<__nv_bfloat16, false, false>(), set_attributes<__half, true, true>(),
+                             set_attributes<__half, false, true>(), set_attributes<__half, false, false>()})
+    if (status != cudaSuccess) return status;
+  return cudaSuccess;
+}
+
+cudaError_t launch(int32_t dtype, const CUtensorMap& map_k, const CUtensorMap& map_q, const Args& args, int multiprocessors,
+                   bool dependent, cudaStream_t stream) {
+  if (dtype == QLA_BFLOAT16)
+    return args.pg ? start<__nv_bfloat16, true, true>(map_k, map_q, args, multiprocessors, dependent, stream)
+                   : start<__nv_bfloat16, false, true>(map_k, map_q, args, multiprocessors, dependent, stream);
+  return args.pg ? start<__half, true, true>(map_k, map_q, args, multiprocessors, dependent, stream)
+                 : start<__half, false, true>(map_k, map_q, args, multiprocessors, dependent, stream);
+}
+
+cudaError_t launch_ungated(int32_t dtype, const CUtensorMap& map_k, const Args& args, int multiprocessors, bool dependent,
+                           cudaStream_t stream) {
+  return dtype == QLA_BFLOAT16 ? start<__nv_bfloat16, false, false>(map_k, map_k, args, multiprocessors, dependent, stream)
+                               : start<__half, false, false>(map_k, map_k, args, multiprocessors, dependent, stream);
+}
+
+}  // namespace qla::cuda::intra

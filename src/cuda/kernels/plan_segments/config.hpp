@@ -1,0 +1,29 @@
+// plan_segments: arguments. Host- and device-includable.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/formats.hpp"
+
+namespace qla::cuda::segments {
+
+struct Args {
+  const void* cu_seqlens;            // [N + 1] or nullptr: N batch rows of `tokens` tokens
+  int32_t index_dtype;               // QLA_INT32, QLA_INT64
+  int32_t has_initial;               // an initial state is given ..
+  const uint8_t* has_initial_state;  // .. for the sequences where this is not 0 (nullptr: for all)
+  int64_t num_seqs;
+  int64_t tokens;  // T of one batch row (packed: of all)
+  int32_t slots;   // entries of chunk_table: B T / 64 + N
+  int32_t num_v_heads, v_parts;
+  int32_t checkpoint_every_chunks;  // 0: no checkpoints
+  PlanHeader* header;
+  WorkItem* items;  // num_seqs * num_v_heads * v_parts of them; nullptr: only the chunk table and the header
+  ChunkRecord* chunk_table;
+};
+
+inline constexpr int kThreads = 512;
+inline constexpr int kCachedSeqs = 1024;  // boundaries of so many sequences are searched in shared memory
+inline constexpr int kBuckets = 128;      // of lengths, four an octave
+
+}  // namespace qla::cuda::segments

@@ -1,0 +1,211 @@
+// plan_segments - from the boundaries to the tables the other kernels walk by: chunk_table, and the work items of an uncut run.
+//   grid: ceil(max(slots, N) / kThreads), at most two CTAs a SM. No CTA waits for another: where an item goes (longest sequences
+//   first) each CTA works out for its own sequences by reading all N lengths, which is cheaper than a second launch up to N of
+//   10^5.
+//
+// Boundaries are untrusted: each is clamped into [0, T] and a sequence that would end before it begins is empty. So a record or
+// an item never points outside the tensors; overlapping sequences (not monotone) are computed as they say, in no fixed order.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/kernels/plan_segments/config.hpp"
+#include "cuda/ptx/control.cuh"
+#include "qla/qla.h"
+
+namespace qla::cuda::segments {
+
+struct Span {
+  int64_t bos, eos;
+  __device__ __forceinline__ int32_t chunks() const { return int32_t((eos - bos + 63) / 64); }
+};
+
+__device__ __forceinline__ int64_t raw_boundary(const Args& a, int64_t n) {
+  return a.index_dtype == QLA_INT64 ? static_cast<const int64_t*>(a.cu_seqlens)[n] : static_cast<const int32_t*>(a.cu_seqlens)[n];
+}
+__device__ __forceinline__ int64_t boundary(const Args& a, int64_t n) {
+  if (!a.cu_seqlens) return n * a.tokens;
+  const int64_t x = raw_boundary(a, n);
+  return x < 0 ? 0 : x > a.tokens ? a.tokens : x;
+}
+__device__ __forceinline__ Span span_of(const Args& a, int64_t n) {
+  Span s{boundary(a, n), boundary(a, n + 1)};
+  if (s.eos < s.bos) s.eos = s.bos;
+  return s;
+}
+
+// 0: the longest. Four buckets an octave, no sequence at all: the last.
+__device__ __forceinline__ int length_bucket(int32_t chunks) {
+  if (chunks == 0) return kBuckets - 1;
+  const int octave = 31 - __clz(chunks), quarter = octave >= 2 ? chunks >> (octave - 2) & 3 : chunks << (2 - octave) & 3;
+  return kBuckets - 2 - (4 * octave + quarter);
+}
+
+struct Shared {
+  int64_t boundaries[kCachedSeqs + 1];
+  int32_t before[kBuckets], total[kBuckets];  // sequences a bucket: in front of this CTA's own, all
+  unsigned long long chunks_before, checkpoints_before;
+  int64_t scan[kThreads / 32];
+  int32_t invalid;
+};
+
+// chunk_table: a thread a slot; the sequence by binary search for the last n with bos(n) / 64 + n <= slot
+__device__ __forceinline__ void write_chunks(const Args& a, const Shared& s, bool cached) {
+  for (int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x; slot < a.slots; slot += int64_t(gridDim.x) * kThreads) {
+    int64_t low = 0, high = a.num_seqs;  // the answer is in [low, high)
+    if (!a.cu_seqlens) {
+      low = slot / (a.tokens / 64 + 1);  // never too far to the left by more than the rounding of n T / 64: corrected below
+      while (low + 1 < a.num_seqs && (low + 1) * a.tokens / 64 + low + 1 <= slot) low++;
+      while (low > 0 && low * a.tokens / 64 + low > slot) low--;
+    } else {
+      while (high - low > 1) {
+        const int64_t mid = (low + high) / 2, bos = cached ? s.boundaries[mid] : boundary(a, mid);
+        if (bos / 64 + mid <= slot)
+          low = mid;
+        else
+          high = mid;
+      }
+    }
+    ChunkRecord record{0, 0, 0};
+    const Span span = a.num_seqs > 0 ? span_of(a, low) : Span{0, 0};
+    const int64_t chunk = slot - (span.bos / 64 + low), token = span.bos + 64 * chunk;
+    if (chunk >= 0 && token < span.eos) {
+      record.token = token;
+      record.rows = int32_t(span.eos - token < 64 ? span.eos - token : 64);
+      record.sequence = int32_t(low);
+    }
+    *reinterpret_cast<int4*>(a.chunk_table + slot) = *reinterpret_cast<const int4*>(&record);
+  }
+}
+
+// inclusive sum over the CTA, in a fixed order
+__device__ __forceinline__ int64_t block_inclusive_sum(int64_t x, int64_t* scan) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int64_t left = __shfl_up_sync(~0u, x, d);
+    if (lane >= d) x += left;
+  }
+  __syncthreads();
+  if (lane == 31) scan[warp] = x;
+  __syncthreads();
+  for (int w = 0; w < warp; w++) x += scan[w];
+  return x;
+}
+
+__device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t first, int64_t last) {
+  // all lengths: how many lie in each bucket, and in front of this CTA's own
+  for (int i = threadIdx.x; i < kBuckets; i += kThreads) s.before[i] = s.total[i] = 0;
+  if (threadIdx.x == 0) s.chunks_before = s.checkpoints_before = 0;
+  __syncthreads();
+  int64_t chunks_before = 0, checkpoints_before = 0;
+  for (int64_t n = threadIdx.x; n < a.num_seqs; n += kThreads) {
+    const Span span = span_of(a, n);
+    const int bucket = length_bucket(span.chunks());
+    const unsigned same = __match_any_sync(__activemask(), bucket * 2 + (n < first));
+    if (__ffs(int(same)) - 1 == int(threadIdx.x % 32)) {
+      atomicAdd(&s.total[bucket], __popc(same));
+      if (n < first) atomicAdd(&s.before[bucket], __popc(same));
+    }
+    if (n < first) {
+      chunks_before += span.chunks();
+      if (a.checkpoint_every_chunks) checkpoints_before += (span.eos - span.bos) / (64 * int64_t(a.checkpoint_every_chunks));
+    }
+  }
+  if (chunks_before) atomicAdd(&s.chunks_before, static_cast<unsigned long long>(chunks_before));
+  if (checkpoints_before) atomicAdd(&s.checkpoints_before, static_cast<unsigned long long>(checkpoints_before));
+  __syncthreads();
+  if (threadIdx.x == 0) {  // where a bucket's next sequence goes
+    int32_t base = 0;
+    for (int b = 0; b < kBuckets; b++) {
+      s.before[b] += base;
+      base += s.total[b];
+    }
+  }
+  __syncthreads();
+
+  int64_t chunk_base = int64_t(s.chunks_before), checkpoint_base = int64_t(s.checkpoints_before);
+  const int per_seq = a.num_v_heads * a.v_parts;
+  for (int64_t from = first; from < last; from += kThreads) {
+    const int64_t n = from + threadIdx.x;
+    Span span{0, 0};
+    int32_t place = 0;
+    if (n < last) {
+      span = span_of(a, n);
+      place = atomicAdd(&s.before[length_bucket(span.chunks())], 1);
+    }
+    const int64_t checkpoints = a.checkpoint_every_chunks ? (span.eos - span.bos) / (64 * int64_t(a.checkpoint_every_chunks)) : 0;
+    const int64_t chunks_through = block_inclusive_sum(span.chunks(), s.scan),
+                  checkpoints_through = block_inclusive_sum(checkpoints, s.scan);
+    WorkItem item{};
+    item.token = span.bos;
+    item.slot = int32_t(span.bos / 64 + n);
+    item.chunks = span.chunks();
+    item.last_rows = item.chunks ? int32_t(span.eos - span.bos - 64 * int64_t(item.chunks - 1)) : 0;
+    item.sequence = int32_t(n);
+    item.start =
+        n < last && a.has_initial && (!a.has_initial_state || a.has_initial_state[n]) ? QLA_START_INITIAL : QLA_START_ZERO;
+    item.is_last = 1;
+    item.chunk_base = int32_t(chunk_base + chunks_through - span.chunks());
+    item.checkpoint_base = int32_t(checkpoint_base + checkpoints_through - checkpoints);
+    // the heads of one sequence lie side by side: a warp writes its sequences one after the other, a lane a head
+    const int lane = threadIdx.x % 32;
+    for (int source = 0; source < 32; source++) {
+      const int64_t owner = from + threadIdx.x / 32 * 32 + source;
+      if (owner >= last) break;
+      WorkItem out;
+      const int* mine = reinterpret_cast<const int*>(&item);
+      int* copy = reinterpret_cast<int*>(&out);
+#pragma unroll
+      for (int i = 0; i < int(sizeof(WorkItem) / 4); i++) copy[i] = __shfl_sync(~0u, mine[i], source);
+      const int64_t at = int64_t(__shfl_sync(~0u, place, source)) * per_seq;
+      for (int i = lane; i < per_seq; i += 32) {
+        out.v_head = i / a.v_parts;
+        out.v_part = i % a.v_parts;
+        int4* to = reinterpret_cast<int4*>(a.items + at + i);
+#pragma unroll
+        for (int w = 0; w < 4; w++) to[w] = reinterpret_cast<const int4*>(&out)[w];
+      }
+    }
+    if (from + kThreads < last) {  // the CTA's sums so far
+      __syncthreads();
+      if (threadIdx.x == kThreads - 1)
+        s.chunks_before = chunk_base + chunks_through, s.checkpoints_before = checkpoint_base + checkpoints_through;
+      __syncthreads();
+      chunk_base = int64_t(s.chunks_before);
+      checkpoint_base = int64_t(s.checkpoints_before);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant__ Args a) {
+  __shared__ Shared s;
+  ptx::grid_dependency_launch();
+  const bool cached = a.cu_seqlens && a.num_seqs <= kCachedSeqs;
+  if (threadIdx.x == 0) s.invalid = 0;
+  if (cached)
+    for (int n = threadIdx.x; n <= a.num_seqs; n += kThreads) s.boundaries[n] = boundary(a, n);
+  __syncthreads();
+  write_chunks(a, s, cached);
+  if (a.items) {
+    const int64_t each = (a.num_seqs + gridDim.x - 1) / gridDim.x, first = int64_t(blockIdx.x) * each;
+    const int64_t last = first + each < a.num_seqs ? first + each : a.num_seqs;
+    if (first < last) write_items(a, s, first, last);
+  }
+  if (blockIdx.x != 0) return;
+  if (a.cu_seqlens)
+    for (int64_t n = threadIdx.x; n < a.num_seqs; n += kThreads) {
+      const int64_t x = raw_boundary(a, n), y = raw_boundary(a, n + 1);
+      if (x < 0 || y < x || y > a.tokens || (n == 0 && x != 0)) s.invalid = 1;
+    }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    PlanHeader header{};
+    header.num_items = a.items ? int32_t(a.num_seqs * a.num_v_heads * a.v_parts) : 0;
+    header.valid_tokens = !s.invalid;
+    header.end_token = a.num_seqs > 0 ? boundary(a, a.num_seqs) : 0;
+    *a.header = header;
+  }
+}
+
+}  // namespace qla::cuda::segments

@@ -1,0 +1,52 @@
+// Device memory of one call: what forward keeps for backward, and the workspace. One function each, for the query and the run.
+#pragma once
+
+#include <cstdint>
+
+#include "core/problem.hpp"
+#include "cuda/formats.hpp"
+#include "plan/layout.hpp"
+
+namespace qla::cuda {
+
+// `saved`: opaque to the caller. Abar (F3) and the whole vector records of every chunk, by slot and value head.
+struct Saved {
+  uint8_t* abar;
+  float* vec;
+  size_t bytes;
+};
+inline Saved lay_out_saved(void* base, const Problem& p) {
+  plan::Layout layout(base);
+  Saved s;
+  s.abar = layout.take<uint8_t>(p.chunk_slots() * p.num_v_heads * kTileBytes);
+  s.vec = layout.take<float>(p.chunk_slots() * p.num_v_heads * kVecFloats);
+  s.bytes = layout.bytes();
+  return s;
+}
+
+struct ForwardBuffers {
+  PlanHeader* header;
+  WorkItem* items;
+  ChunkRecord* chunk_table;
+  uint8_t* pg;
+  Saved saved;  // in the workspace where the caller keeps nothing
+  size_t bytes;
+};
+inline ForwardBuffers lay_out_forward(void* base, const Problem& p, int64_t max_items, void* saved) {
+  plan::Layout layout(base);
+  ForwardBuffers b;
+  b.header = layout.take<PlanHeader>(1);
+  b.items = layout.take<WorkItem>(max_items);
+  b.chunk_table = layout.take<ChunkRecord>(p.chunk_slots());
+  b.pg = layout.take<uint8_t>(p.chunk_slots() * p.num_v_heads * kTileBytes);
+  if (saved) {
+    b.saved = lay_out_saved(saved, p);
+  } else {
+    void* inside = layout.take<uint8_t>(int64_t(lay_out_saved(nullptr, p).bytes));
+    b.saved = lay_out_saved(inside, p);
+  }
+  b.bytes = layout.bytes();
+  return b;
+}
+
+}  // namespace qla::cuda
