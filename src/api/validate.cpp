@@ -198,7 +198,8 @@ int32_t resolve_backend(int32_t backend, int32_t device, const void* stream) {
   QLA_CHECK(device >= 0 || stream == nullptr,
             "device: expected a CUDA ordinal with a stream, got -1; pass the stream's device, or QLA_BACKEND_CPU");
   const int32_t chosen = device >= 0 ? QLA_BACKEND_CUDA : QLA_BACKEND_CPU;
-  const std::string& forced = environment().force_backend;
+  const std::string& given = environment().force_backend;
+  const std::string forced = given.rfind("cpu-", 0) == 0 ? "cpu" : given;  // cpu-v3 ..: src/cpu/dispatch.cpp knows the levels
   QLA_CHECK(forced.empty() || forced == "cpu" || forced == "cuda", "QLA_FORCE_BACKEND: expected cpu or cuda, got ", forced,
             "; unset it");
   QLA_SUPPORTED(forced.empty() || forced == backend_name(chosen), "backend: expected ", forced,

@@ -2,7 +2,7 @@
 //   QLA_LOG            comma-separated topics written to standard error: plan, config, all. Unset: nothing is ever written.
 //   QLA_VALIDATE=1     as QLA_FLAG_VALIDATE in every call
 //   QLA_FORCE_BACKEND  cpu or cuda: calls that choose the backend themselves (QLA_BACKEND_AUTO) are refused if they would take
-//   another
+//   another. cpu-scalar, cpu-v2, cpu-v3, cpu-v4: also the CPU's instruction level
 #pragma once
 
 #include <cstdint>

@@ -20,7 +20,8 @@ int threads_for(const Args& args, const Problem& p) {
 
 void check_sizes(const Problem& p) {
   QLA_SUPPORTED(p.k_dim >= 1 && p.k_dim <= kMaxDim && p.v_dim >= 1 && p.v_dim <= kMaxDim,
-                "k, v: the CPU backend serves head sizes K and V from 1 to 256, got K = ", p.k_dim, ", V = ", p.v_dim, "; split or pad the heads");
+                "k, v: the CPU backend serves head sizes K and V from 1 to 256, got K = ", p.k_dim, ", V = ", p.v_dim,
+                "; split or pad the heads");
   chosen_level();
 }
 
@@ -28,8 +29,17 @@ const qla_tensor kAbsent{};
 
 template <class T>
 void forward_as(const qla_gdn_forward_args& args, const Problem& problem) {
-  CommonArgs common{&args.q,          &args.k,     &args.v,       &args.g,       &args.beta,
-                    &args.initial_state, &args.cu_seqlens, &args.A_log, &args.dt_bias, &args.has_initial_state, &args.state_indices};
+  CommonArgs common{&args.q,
+                    &args.k,
+                    &args.v,
+                    &args.g,
+                    &args.beta,
+                    &args.initial_state,
+                    &args.cu_seqlens,
+                    &args.A_log,
+                    &args.dt_bias,
+                    &args.has_initial_state,
+                    &args.state_indices};
   common.checkpoint_every = args.state_checkpoints.data ? args.checkpoint_every_n_tokens : 0;
   common.flags = args.flags;
   const Call<T> call(problem, common, threads_for(args, problem));
@@ -44,8 +54,12 @@ void forward_as(const qla_gdn_forward_args& args, const Problem& problem) {
 
 template <class T>
 void backward_as(const qla_gdn_backward_args& args, const Problem& problem) {
-  CommonArgs common{&args.q,          &args.k,     &args.v,       &args.g,       &args.beta,
-                    &args.initial_state, &args.cu_seqlens, &args.A_log, &args.dt_bias, &args.has_initial_state, &kAbsent};
+  CommonArgs common{&args.q,          &args.k,
+                    &args.v,          &args.g,
+                    &args.beta,       &args.initial_state,
+                    &args.cu_seqlens, &args.A_log,
+                    &args.dt_bias,    &args.has_initial_state,
+                    &kAbsent};
   common.flags = args.flags;
   const Call<T> call(problem, common, threads_for(args, problem));
   for (const qla_tensor* t : {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta}) zero_outside(call.sequences, problem, *t);

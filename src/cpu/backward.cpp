@@ -1,6 +1,7 @@
-// Backward of a stream, in windows of chunks from the last to the first. A pass beforehand keeps the state at each window's start (a
-// checkpoint); in each window the states and Delta come again from there (F4), (F5), (F8), (F9) while the reverse walk (B1)-(B4) runs
-// beside them, then every chunk's gradients (B5)-(B11) by themselves. So memory is one state a window, not one a chunk.
+// Backward of a stream, in windows of chunks from the last to the first. A pass beforehand keeps the state at each window's start
+// (a checkpoint); in each window the states and Delta come again from there (F4), (F5), (F8), (F9) while the reverse walk
+// (B1)-(B4) runs beside them, then every chunk's gradients (B5)-(B11) by themselves. So memory is one state a window, not one a
+// chunk.
 #include <algorithm>
 #include <cmath>
 
@@ -51,7 +52,13 @@ class BackwardLane final : public Lane {
  public:
   BackwardLane(const BackwardRun<T>& run, std::vector<BackwardScratch<T>>& scratch, int64_t window, std::vector<double>& dA_log,
                std::vector<double>& ddt_bias)
-      : run_(run), call_(run.call), scratch_(scratch), window_size_(window), dA_log_(dA_log), ddt_bias_(ddt_bias), window_(window) {
+      : run_(run),
+        call_(run.call),
+        scratch_(scratch),
+        window_size_(window),
+        dA_log_(dA_log),
+        ddt_bias_(ddt_bias),
+        window_(window) {
     block_.resize(lay_out(nullptr, window_));
     lay_out(block_.data(), window_);
     states_.resize(2 * call_.group * call_.state_size);
@@ -95,7 +102,9 @@ class BackwardLane final : public Lane {
 
   int64_t advance() override {
     switch (phase_) {
-      case Phase::PassIntra: phase_ = Phase::PassWalk; return call_.group * call_.v_panels;
+      case Phase::PassIntra:
+        phase_ = Phase::PassWalk;
+        return call_.group * call_.v_panels;
       case Phase::PassWalk:
         if (end_ > begin_ && end_ >= stream_.begin) keep_checkpoint();
         begin_ = end_;
@@ -106,7 +115,9 @@ class BackwardLane final : public Lane {
           return chunks();
         }
         return next_reverse();
-      case Phase::Intra: phase_ = Phase::Walk; return (warming() ? 1 : 2) * call_.group * call_.v_panels;
+      case Phase::Intra:
+        phase_ = Phase::Walk;
+        return (warming() ? 1 : 2) * call_.group * call_.v_panels;
       case Phase::Walk:
         if (warming()) {
           reverse_end_ = begin_;
@@ -180,7 +191,8 @@ class BackwardLane final : public Lane {
 
   void fill_start(const HeadStart& at, bool forward, int h, T* panels) {
     if (at.start == QLA_START_MERGED) {
-      std::memcpy(panels, (forward ? run_.merged : run_.merged_reverse) + at.merged * call_.state_size, sizeof(T) * call_.state_size);
+      std::memcpy(panels, (forward ? run_.merged : run_.merged_reverse) + at.merged * call_.state_size,
+                  sizeof(T) * call_.state_size);
     } else if (at.start == QLA_START_INITIAL && forward) {
       call_.initial_state(*seq_, v_head(h), panels);
     } else if (at.start == QLA_START_INITIAL && run_.args->d_final_state.data) {
@@ -319,11 +331,13 @@ class BackwardLane final : public Lane {
       }
     }
     const ChunkTiles<T>& tiles = chunk.tiles.chunk;
-    store_rows(scratch.dq_t, tiles.kq + static_cast<int64_t>(rows) * tiles.ld, chunk.tiles.q_rnorm, rows, args.dq, token, scratch);
+    store_rows(scratch.dq_t, tiles.kq + static_cast<int64_t>(rows) * tiles.ld, chunk.tiles.q_rnorm, rows, args.dq, token,
+               scratch);
     store_rows(scratch.dk_t, tiles.kq, chunk.tiles.k_rnorm, rows, args.dk, token, scratch);
   }
 
-  // Gradients of q or k, transposed back, through the normalisation x r of (x, r = (sum x^2 + eps)^-1/2): r (d - y <y, d>), y = x r.
+  // Gradients of q or k, transposed back, through the normalisation x r of (x, r = (sum x^2 + eps)^-1/2): r (d - y <y, d>), y = x
+  // r.
   void store_rows(const T* transposed, const T* normalised, const T* rnorm, int rows, const qla_tensor& to, int64_t token,
                   BackwardScratch<T>& scratch) {
     if (!to.data) return;
@@ -337,7 +351,8 @@ class BackwardLane final : public Lane {
         for (int j = 0; j < call_.k_dim; ++j) d[j] = rnorm[i] * (d[j] - y[j] * dot);
       }
     }
-    call_.kernels.store_rows(scratch.rows, call_.k_dim, rows, call_.k_dim, token_rows(to, seq_->batch, seq_->bos + token, stream_.k_head));
+    call_.kernels.store_rows(scratch.rows, call_.k_dim, rows, call_.k_dim,
+                             token_rows(to, seq_->batch, seq_->bos + token, stream_.k_head));
   }
 
   void sum_gate_grads() {
@@ -390,7 +405,8 @@ void run_backward(const BackwardRun<T>& run) {
   for (int i = 0; i < call.threads; ++i) scratch.emplace_back(call);
   std::vector<double> dA_log(static_cast<size_t>(run.plan.size() * call.group), 0), ddt_bias(dA_log.size(), 0);
   std::vector<std::unique_ptr<Lane>> lanes;
-  for (int64_t i = 0; i < lanes_count; ++i) lanes.push_back(std::make_unique<BackwardLane<T>>(run, scratch, window, dA_log, ddt_bias));
+  for (int64_t i = 0; i < lanes_count; ++i)
+    lanes.push_back(std::make_unique<BackwardLane<T>>(run, scratch, window, dA_log, ddt_bias));
   run_lanes(call.threads, run.plan.size(), lanes);
 
   const qla_tensor &to_A = run.args->dA_log, &to_bias = run.args->ddt_bias;

@@ -70,7 +70,8 @@ void Gates<T>::load(int64_t batch, int64_t token, int64_t v_head, int rows, T* g
 }
 
 template <class T>
-void Gates<T>::backward(int64_t batch, int64_t token, int64_t v_head, int rows, T* dg, T* dbeta, double* dA_log, double* ddt_bias) const {
+void Gates<T>::backward(int64_t batch, int64_t token, int64_t v_head, int rows, T* dg, T* dbeta, double* dA_log,
+                        double* ddt_bias) const {
   const Rows g_rows = token_rows(*args_.g, batch, token, v_head), beta_rows = token_rows(*args_.beta, batch, token, v_head);
   for (int i = 0; i < rows; ++i) {
     if (raw_) {

@@ -12,10 +12,10 @@
 namespace qla::cpu {
 
 struct Sequence {
-  int64_t batch, bos, eos;    // tokens [bos, eos) of batch row `batch`
-  int64_t first_chunk;        // over all sequences, in chunks of 64: the slot of h
-  int64_t first_checkpoint;   // over all sequences
-  int64_t state_slot;         // of initial_state and final_state; -1: skipped, its o is 0
+  int64_t batch, bos, eos;   // tokens [bos, eos) of batch row `batch`
+  int64_t first_chunk;       // over all sequences, in chunks of 64: the slot of h
+  int64_t first_checkpoint;  // over all sequences
+  int64_t state_slot;        // of initial_state and final_state; -1: skipped, its o is 0
   bool has_initial;
   int64_t tokens() const { return eos - bos; }
   int64_t chunks() const { return (tokens() + kChunk - 1) / kChunk; }
@@ -36,7 +36,8 @@ class Gates {
  public:
   Gates(const Problem& problem, const CommonArgs& args);
   void load(int64_t batch, int64_t token, int64_t v_head, int rows, T* g, T* beta) const;
-  // Turns gradients of the activated values into those of what the caller gave; adds to the sums of A_log's and dt_bias's gradients.
+  // Turns gradients of the activated values into those of what the caller gave; adds to the sums of A_log's and dt_bias's
+  // gradients.
   void backward(int64_t batch, int64_t token, int64_t v_head, int rows, T* dg, T* dbeta, double* dA_log, double* ddt_bias) const;
 
  private:
@@ -48,7 +49,12 @@ class Gates {
 template <class T>
 struct Call {
   Call(const Problem& p, const CommonArgs& a, int threads_wanted)
-      : problem(p), args(a), kernels(kernels_of<T>(chosen_level())), gates(p, a), sequences(read_sequences(p, a)), threads(threads_wanted) {
+      : problem(p),
+        args(a),
+        kernels(kernels_of<T>(chosen_level())),
+        gates(p, a),
+        sequences(read_sequences(p, a)),
+        threads(threads_wanted) {
     group = static_cast<int>(p.group());
     k_dim = static_cast<int>(p.k_dim), v_dim = static_cast<int>(p.v_dim);
     panel = kernels.panel;

@@ -18,7 +18,8 @@ const std::vector<Level>& levels() {
     if (has(__builtin_cpu_supports("sse4.2"), __builtin_cpu_supports("ssse3"), __builtin_cpu_supports("popcnt"))) {
       list.push_back({"x86-64-v2", "cpu-v2", v2::float_table(), v2::double_table()});
       // F16C and LZCNT came with the same processors as the others, MOVBE with Haswell; the level's name stands for all of them
-      if (has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), __builtin_cpu_supports("bmi"), __builtin_cpu_supports("bmi2"))) {
+      if (has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), __builtin_cpu_supports("bmi"),
+              __builtin_cpu_supports("bmi2"))) {
         list.push_back({"x86-64-v3", "cpu-v3", v3::float_table(), v3::double_table()});
         if (has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"), __builtin_cpu_supports("avx512cd"),
                 __builtin_cpu_supports("avx512dq"), __builtin_cpu_supports("avx512vl")))
@@ -44,7 +45,8 @@ const Level& chosen_level() {
     if (forced == level.force_name) return level;
     known += std::string(known.empty() ? "" : ", ") + level.force_name;
   }
-  throw Error(QLA_NOT_SUPPORTED, concat("QLA_FORCE_BACKEND: expected one of ", known, " on this machine, got ", forced, "; unset it or pick one"));
+  throw Error(QLA_NOT_SUPPORTED,
+              concat("QLA_FORCE_BACKEND: expected one of ", known, " on this machine, got ", forced, "; unset it or pick one"));
 }
 
 }  // namespace qla::cpu

@@ -1,5 +1,5 @@
-// Forward: (F0)-(F9) over windows of chunks. A window's phases: the intra-chunk stage (items: chunks), then the walk (items: value heads x
-// panels of V). Nothing of a window outlives it but the states, so memory does not grow with the sequence.
+// Forward: (F0)-(F9) over windows of chunks. A window's phases: the intra-chunk stage (items: chunks), then the walk (items:
+// value heads x panels of V). Nothing of a window outlives it but the states, so memory does not grow with the sequence.
 #include <algorithm>
 #include <cmath>
 
@@ -195,7 +195,8 @@ class ForwardLane final : public Lane {
   void finish() {
     if (!stream_.last || !run_.final_state->data || seq_->state_slot < 0) return;
     for (int h = 0; h < call_.group; ++h)
-      call_.store_state(states_.data() + h * call_.state_size, 0, call_.v_panels, state_rows(*run_.final_state, seq_->state_slot, v_head(h)));
+      call_.store_state(states_.data() + h * call_.state_size, 0, call_.v_panels,
+                        state_rows(*run_.final_state, seq_->state_slot, v_head(h)));
   }
 
   const ForwardRun<T>& run_;

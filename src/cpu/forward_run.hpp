@@ -15,7 +15,7 @@ struct ForwardRun {
   const qla_tensor* final_state;  // the pool with state_indices
   bool wide_outputs;              // a_inv, a_gated or g_cumsum wanted
   const StreamPlan& plan;
-  const T* merged = nullptr;      // states in panels, for QLA_START_MERGED
+  const T* merged = nullptr;  // states in panels, for QLA_START_MERGED
 };
 
 template <class T>

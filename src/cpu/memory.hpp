@@ -29,7 +29,9 @@ class Buffer {
     size_ = 0;
     const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
     data_ = static_cast<T*>(std::aligned_alloc(64, bytes));
-    if (!data_) throw Error(QLA_OUT_OF_MEMORY, concat("host memory: expected ", bytes, " bytes, got none; free memory or use fewer threads"));
+    if (!data_)
+      throw Error(QLA_OUT_OF_MEMORY,
+                  concat("host memory: expected ", bytes, " bytes, got none; free memory or use fewer threads"));
     size_ = count;
   }
   T* data() { return data_; }

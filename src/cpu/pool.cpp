@@ -54,8 +54,8 @@ struct Pool {
   }
 };
 
-// Never destroyed: workers may still wait on it while the process ends. A forked child has none of them, so it starts over with a new pool;
-// the old one, whose locks may be held by threads that no longer exist, stays as it is.
+// Never destroyed: workers may still wait on it while the process ends. A forked child has none of them, so it starts over with a
+// new pool; the old one, whose locks may be held by threads that no longer exist, stays as it is.
 std::atomic<Pool*> current_pool{nullptr};
 
 Pool& pool() {

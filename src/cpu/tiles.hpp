@@ -15,8 +15,8 @@ struct TileScratch {
 
 // Rows [token, token + rows) of `k_head` into tiles.chunk; norms are handed out where asked (forward's optional outputs).
 template <class T>
-void load_chunk(const Call<T>& call, const Sequence& seq, int64_t k_head, int64_t token, int rows, bool with_q, ChunkTiles<T>& chunk,
-                T* q_rnorm, T* k_rnorm) {
+void load_chunk(const Call<T>& call, const Sequence& seq, int64_t k_head, int64_t token, int rows, bool with_q,
+                ChunkTiles<T>& chunk, T* q_rnorm, T* k_rnorm) {
   const auto& kernels = call.kernels;
   chunk.rows = rows;
   kernels.load_rows(token_rows(*call.args.k, seq.batch, seq.bos + token, k_head), rows, call.k_dim, chunk.kq, chunk.ld);

@@ -9,7 +9,8 @@ float half_to_float(uint16_t x) {
   const int exponent = x >> 10 & 31, mantissa = x & 1023;
   const float sign = x & 0x8000 ? -1.0f : 1.0f;
   if (exponent == 31) return mantissa ? std::nanf("") : sign * INFINITY;
-  return sign * (exponent ? std::ldexp(1024.0f + static_cast<float>(mantissa), exponent - 25) : std::ldexp(static_cast<float>(mantissa), -24));
+  return sign * (exponent ? std::ldexp(1024.0f + static_cast<float>(mantissa), exponent - 25)
+                          : std::ldexp(static_cast<float>(mantissa), -24));
 }
 
 uint16_t float_to_half(float f) {
@@ -18,11 +19,12 @@ uint16_t float_to_half(float f) {
   const float magnitude = std::fabs(f);
   if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00);
   int exponent;
-  std::frexp(magnitude, &exponent);                    // magnitude < 2^exponent
-  const int unit = std::max(exponent - 11, -24);       // the last bit's weight
+  std::frexp(magnitude, &exponent);                                  // magnitude < 2^exponent
+  const int unit = std::max(exponent - 11, -24);                     // the last bit's weight
   const float units = std::nearbyint(std::ldexp(magnitude, -unit));  // to nearest even
   if (unit == -24 && units < 1024.0f) return static_cast<uint16_t>(sign | static_cast<uint16_t>(units));
-  const uint16_t bits = static_cast<uint16_t>(((unit + 25) << 10) + static_cast<int>(units) - 1024);  // a carry moves into the exponent
+  const uint16_t bits =
+      static_cast<uint16_t>(((unit + 25) << 10) + static_cast<int>(units) - 1024);  // a carry moves into the exponent
   return static_cast<uint16_t>(sign | bits);
 }
 
@@ -67,9 +69,12 @@ void store_scalar(int32_t dtype, void* at, double value) {
 int64_t load_integer(const qla_tensor& tensor, int64_t index) {
   const int64_t at = index * tensor.stride[0];
   switch (tensor.dtype) {
-    case QLA_INT64: return static_cast<const int64_t*>(tensor.data)[at];
-    case QLA_INT32: return static_cast<const int32_t*>(tensor.data)[at];
-    default: return static_cast<const uint8_t*>(tensor.data)[at];
+    case QLA_INT64:
+      return static_cast<const int64_t*>(tensor.data)[at];
+    case QLA_INT32:
+      return static_cast<const int32_t*>(tensor.data)[at];
+    default:
+      return static_cast<const uint8_t*>(tensor.data)[at];
   }
 }
 

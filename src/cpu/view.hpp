@@ -12,12 +12,16 @@ namespace qla::cpu {
 inline int64_t element_size(int32_t dtype) {
   switch (dtype) {
     case QLA_FLOAT64:
-    case QLA_INT64: return 8;
+    case QLA_INT64:
+      return 8;
     case QLA_FLOAT32:
-    case QLA_INT32: return 4;
+    case QLA_INT32:
+      return 4;
     case QLA_BFLOAT16:
-    case QLA_FLOAT16: return 2;
-    default: return 1;
+    case QLA_FLOAT16:
+      return 2;
+    default:
+      return 1;
   }
 }
 

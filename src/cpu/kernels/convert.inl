@@ -78,9 +78,7 @@ HWY_INLINE void store_values(int32_t dtype, void* dst, int n, const T* HWY_RESTR
   }
 }
 
-HWY_INLINE int64_t size_of(int32_t dtype) {
-  return dtype == QLA_FLOAT64 ? 8 : dtype == QLA_FLOAT32 ? 4 : 2;
-}
+HWY_INLINE int64_t size_of(int32_t dtype) { return dtype == QLA_FLOAT64 ? 8 : dtype == QLA_FLOAT32 ? 4 : 2; }
 HWY_INLINE char* row_at(const Rows& rows, int64_t row) {
   return static_cast<char*>(rows.data) + row * rows.stride * size_of(rows.dtype);
 }
@@ -145,7 +143,8 @@ void normalize_rows(T* data, int64_t ld, int rows, int n, T* rnorm) {
 HWY_INLINE void transpose_4x4(const float* HWY_RESTRICT src, int64_t ld, float* HWY_RESTRICT dst, int64_t dst_ld) {
   const hn::FixedTag<float, 4> d;
   const hn::FixedTag<double, 2> d2;
-  const auto r0 = hn::LoadU(d, src), r1 = hn::LoadU(d, src + ld), r2 = hn::LoadU(d, src + 2 * ld), r3 = hn::LoadU(d, src + 3 * ld);
+  const auto r0 = hn::LoadU(d, src), r1 = hn::LoadU(d, src + ld), r2 = hn::LoadU(d, src + 2 * ld),
+             r3 = hn::LoadU(d, src + 3 * ld);
   const auto lo01 = hn::BitCast(d2, hn::InterleaveLower(d, r0, r1)), lo23 = hn::BitCast(d2, hn::InterleaveLower(d, r2, r3));
   const auto hi01 = hn::BitCast(d2, hn::InterleaveUpper(d, r0, r1)), hi23 = hn::BitCast(d2, hn::InterleaveUpper(d, r2, r3));
   hn::StoreU(hn::BitCast(d, hn::InterleaveLower(d2, lo01, lo23)), d, dst);

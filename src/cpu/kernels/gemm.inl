@@ -1,7 +1,7 @@
 // The one matrix product: c = epilogue(a b), register-blocked, on panels of b. Re-included for every level; see level.cpp.
 //
-// A tile is kMr rows by one panel (two vectors): 12 accumulators, two loads of b and six broadcasts of a feed twelve FMAs, so that
-// the load ports are never the limit. a is read where it lies, by row or by column; only b is in panels.
+// A tile is kMr rows by one panel (two vectors): 12 accumulators, two loads of b and six broadcasts of a feed twelve FMAs, so
+// that the load ports are never the limit. a is read where it lies, by row or by column; only b is in panels.
 
 template <class T>
 using Vec = hn::Vec<hn::ScalableTag<T>>;
@@ -9,15 +9,16 @@ template <class T>
 inline constexpr int kLanes = static_cast<int>(hn::MaxLanes(hn::ScalableTag<T>()));
 template <class T>
 inline constexpr int kPanel = 2 * kLanes<T>;
-// Rows of a tile: 2 kMr accumulators, two of b and one broadcast must fit the registers (16 on SSE and AVX2, 32 on AVX-512 and NEON).
+// Rows of a tile: 2 kMr accumulators, two of b and one broadcast must fit the registers (16 on SSE and AVX2, 32 on AVX-512 and
+// NEON).
 #if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL || HWY_TARGET == HWY_NEON
 inline constexpr int kMr = 8;
 #else
 inline constexpr int kMr = 6;
 #endif
 
-// a[m, k] is at a[m * ld + k] (by row) or a[k * ld + m] (by column). block > 0: by row, and k crosses to another panel of a every `block`
-// columns, `jump` elements further on: an operand in panels read as a.
+// a[m, k] is at a[m * ld + k] (by row) or a[k * ld + m] (by column). block > 0: by row, and k crosses to another panel of a every
+// `block` columns, `jump` elements further on: an operand in panels read as a.
 enum class Order { ByRow, ByColumn, Panels };
 template <class T>
 struct OperandA {
@@ -64,19 +65,32 @@ HWY_INLINE void tile(const OperandA<T>& a, int m, int k_begin, int k_end, const 
 
 // Rows [m_begin, m_end) of one panel: epilogue(m, v0, v1) receives row m of a b.
 template <class T, Order order, Shape shape = Shape::Full, class Epilogue>
-HWY_INLINE void product(const OperandA<T>& a, int m_begin, int m_end, int k_size, const T* HWY_RESTRICT b, const Epilogue& epilogue) {
+HWY_INLINE void product(const OperandA<T>& a, int m_begin, int m_end, int k_size, const T* HWY_RESTRICT b,
+                        const Epilogue& epilogue) {
   for (int m = m_begin; m < m_end;) {
     const int left = m_end - m;
     const int n = left > kMr && left < 2 * kMr ? (left + 1) / 2 : left < kMr ? left : kMr;  // no thin last tile
     const int k_begin = shape == Shape::Upper ? m : 0;
     const int k_end = shape == Shape::Lower && m + n < k_size ? m + n : k_size;
     switch (n) {
-      case 1: tile<T, 1, order>(a, m, k_begin, k_end, b, epilogue); break;
-      case 2: tile<T, 2, order>(a, m, k_begin, k_end, b, epilogue); break;
-      case 3: tile<T, 3, order>(a, m, k_begin, k_end, b, epilogue); break;
-      case 4: tile<T, 4, order>(a, m, k_begin, k_end, b, epilogue); break;
-      case 5: tile<T, 5, order>(a, m, k_begin, k_end, b, epilogue); break;
-      case 6: tile<T, 6, order>(a, m, k_begin, k_end, b, epilogue); break;
+      case 1:
+        tile<T, 1, order>(a, m, k_begin, k_end, b, epilogue);
+        break;
+      case 2:
+        tile<T, 2, order>(a, m, k_begin, k_end, b, epilogue);
+        break;
+      case 3:
+        tile<T, 3, order>(a, m, k_begin, k_end, b, epilogue);
+        break;
+      case 4:
+        tile<T, 4, order>(a, m, k_begin, k_end, b, epilogue);
+        break;
+      case 5:
+        tile<T, 5, order>(a, m, k_begin, k_end, b, epilogue);
+        break;
+      case 6:
+        tile<T, 6, order>(a, m, k_begin, k_end, b, epilogue);
+        break;
       default:
         if constexpr (kMr > 6) {
           if (n == 7)

@@ -1,15 +1,15 @@
 // (B5)-(B11): the gradients of one chunk and value head, no recurrence. Re-included for every level; see level.cpp.
 //
-// Everything of head-size length is formed transposed, [k][token]: S and dS+ are then read as they lie, by row, and tokens are the vector
-// direction, so that row scales are vectors and <Q_i, HQ_i> needs no reduction across lanes.
+// Everything of head-size length is formed transposed, [k][token]: S and dS+ are then read as they lie, by row, and tokens are
+// the vector direction, so that row scales are vectors and <Q_i, HQ_i> needs no reduction across lanes.
 
 template <class T>
 struct GradsScratch {
-  T *delta_t, *do_t, *dr_t;    // panels of [v_dim][P], columns are tokens
-  T *jz;                       // panels of [2 c][P]: dO Delta^T, dR Delta^T
-  T *d_p, *x, *y;              // [c, c]
-  T *d_p_t, *x_t, *y_t;        // [c, c] their transposes
-  T *right;                    // panels of [2 c][P]: X + X^T, then dP: what meets the rows of K and Q in (B9)
+  T *delta_t, *do_t, *dr_t;  // panels of [v_dim][P], columns are tokens
+  T* jz;                     // panels of [2 c][P]: dO Delta^T, dR Delta^T
+  T *d_p, *x, *y;            // [c, c]
+  T *d_p_t, *x_t, *y_t;      // [c, c] their transposes
+  T* right;                  // panels of [2 c][P]: X + X^T, then dP: what meets the rows of K and Q in (B9)
 
   GradsScratch(T* at, int c, int v_dim) {
     const int64_t wide = static_cast<int64_t>(c) * v_dim, square = static_cast<int64_t>(c) * c;
@@ -65,9 +65,9 @@ HWY_INLINE void square_grads(const Grads<T>& g, const GradsScratch<T>& s, T* HWY
       const T* jz = s.jz + (j / kPanel<T>)*2 * c * kPanel<T> + in_panel;
       const Vec<T> kk = hn::Load(d, chunk.products + (j / kPanel<T>)*2 * rows * kPanel<T> + in_panel);
       const Vec<T> gate = hn::Load(d, head.decay + at), beta = hn::Load(d, head.beta + j);
-      const Vec<T> score = hn::IfThenElseZero(hn::Le(column, row), hn::Load(d, jz));                                 // J
-      const Vec<T> z = hn::IfThenElseZero(below, hn::Neg(hn::Mul(gate, hn::Load(d, jz + c * kPanel<T>))));           // Z
-      const Vec<T> y = hn::MulAdd(hn::Load(d, head.pg + at), score, hn::IfThenElseZero(below, hn::Mul(z, kk)));      // Y'
+      const Vec<T> score = hn::IfThenElseZero(hn::Le(column, row), hn::Load(d, jz));                             // J
+      const Vec<T> z = hn::IfThenElseZero(below, hn::Neg(hn::Mul(gate, hn::Load(d, jz + c * kPanel<T>))));       // Z
+      const Vec<T> y = hn::MulAdd(hn::Load(d, head.pg + at), score, hn::IfThenElseZero(below, hn::Mul(z, kk)));  // Y'
       hn::Store(hn::Mul(hn::Mul(scale, gate), hn::Mul(score, beta)), d, s.d_p + at);
       hn::Store(hn::Mul(z, beta), d, s.x + at);
       hn::Store(hn::IfThenElseZero(below, hn::Mul(y, beta)), d, s.y + at);
@@ -93,7 +93,8 @@ HWY_INLINE void square_grads(const Grads<T>& g, const GradsScratch<T>& s, T* HWY
 
 // (B11), additions only: nothing that a strong decay would cancel
 template <class T>
-HWY_INLINE void gate_grads(const T* HWY_RESTRICT a, const T* HWY_RESTRICT e, const T* HWY_RESTRICT y_t, T whole, int rows, int c, T* dg) {
+HWY_INLINE void gate_grads(const T* HWY_RESTRICT a, const T* HWY_RESTRICT e, const T* HWY_RESTRICT y_t, T whole, int rows, int c,
+                           T* dg) {
   const hn::ScalableTag<T> d;
   HWY_ALIGN T row_prefix[kMaxChunk];  // B_it = sum_{j < t} Y_ij, over i
   for (int i = 0; i < c; ++i) row_prefix[i] = 0;

@@ -1,10 +1,12 @@
-// The intra-chunk stage (F0)-(F3), (F6): products of keys and queries, gates, the inverse. Re-included for every level; see level.cpp.
+// The intra-chunk stage (F0)-(F3), (F6): products of keys and queries, gates, the inverse. Re-included for every level; see
+// level.cpp.
 
 // e^x with inf and NaN as they should be: Highway's is only good in a range, and e^NaN is 0 there.
 template <class T>
 HWY_INLINE Vec<T> exp_of(Vec<T> x) {
   const hn::ScalableTag<T> d;
-  const Vec<T> most = hn::Set(d, static_cast<T>(sizeof(T) == 4 ? 100.0 : 715.0)), least = hn::Set(d, static_cast<T>(sizeof(T) == 4 ? -104.0 : -745.0));
+  const Vec<T> most = hn::Set(d, static_cast<T>(sizeof(T) == 4 ? 100.0 : 715.0)),
+               least = hn::Set(d, static_cast<T>(sizeof(T) == 4 ? -104.0 : -745.0));
   const Vec<T> clamped = hn::IfThenElse(hn::Gt(x, most), most, hn::IfThenElse(hn::Lt(x, least), least, x));
   const Vec<T> e = hn::Exp(d, hn::IfThenElse(hn::IsNaN(x), hn::Zero(d), clamped));
   return hn::IfThenElse(hn::IsNaN(x), x, e);

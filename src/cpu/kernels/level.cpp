@@ -1,6 +1,6 @@
-// Compiled once for every instruction level (cmake/cpu.cmake) with QLA_LEVEL = scalar, v2, v3, v4 or native: Highway picks the vectors from the
-// compiler's flags. Everything lives in a namespace of its own and no inline function of the standard library is used, so that the linker can
-// never put code made for one level where another is called.
+// Compiled once for every instruction level (cmake/cpu.cmake) with QLA_LEVEL = scalar, v2, v3, v4 or native: Highway picks the
+// vectors from the compiler's flags. Everything lives in a namespace of its own and no inline function of the standard library is
+// used, so that the linker can never put code made for one level where another is called.
 #include <math.h>
 #include <stdint.h>
 

@@ -3,11 +3,11 @@
 
 #include "cpu/kernels/table.hpp"
 
-#define QLA_DECLARE_LEVEL(level)               \
-  namespace qla::cpu::level {                  \
-  const KernelTable<float>* float_table();     \
-  const KernelTable<double>* double_table();   \
-  const char* target_name(); /* Highway's */   \
+#define QLA_DECLARE_LEVEL(level)             \
+  namespace qla::cpu::level {                \
+  const KernelTable<float>* float_table();   \
+  const KernelTable<double>* double_table(); \
+  const char* target_name(); /* Highway's */ \
   }
 QLA_DECLARE_LEVEL(scalar)
 QLA_DECLARE_LEVEL(native)

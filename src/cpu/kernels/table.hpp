@@ -1,4 +1,5 @@
-// What the level-specific code offers the rest of the CPU backend: plain structs and one table of functions a compute type and level.
+// What the level-specific code offers the rest of the CPU backend: plain structs and one table of functions a compute type and
+// level.
 //
 // Included by code compiled for different instruction sets, so nothing here may be an inline function that a linker could merge.
 //
@@ -36,9 +37,9 @@ struct ChunkTiles {
 // One chunk of one value head.
 template <class T>
 struct HeadTiles {
-  T* abar;   // [c, c] (F3)
-  T* pg;     // [c, c] (F6)
-  T* decay;  // [c, c] G of (F1); only for backward
+  T* abar;                 // [c, c] (F3)
+  T* pg;                   // [c, c] (F6)
+  T* decay;                // [c, c] G of (F1); only for backward
   T *gamma, *tail, *beta;  // [c]
 };
 
@@ -49,11 +50,11 @@ struct Walk {
   const HeadTiles<T>* head;
   int v_dim;
   T scale;
-  Rows v;              // first row of the chunk; absent: V = 0, the transition's walk (C2)
-  Rows o;              // absent: state only
-  const T* state_in;   // panels of [k_dim][P]
-  T* state_out;        // may be state_in; nullptr: not wanted
-  T* delta;            // panels of [c][P], or nullptr
+  Rows v;             // first row of the chunk; absent: V = 0, the transition's walk (C2)
+  Rows o;             // absent: state only
+  const T* state_in;  // panels of [k_dim][P]
+  T* state_out;       // may be state_in; nullptr: not wanted
+  T* delta;           // panels of [c][P], or nullptr
 };
 
 // (B1)-(B4) of one chunk and value head on panels [p_begin, p_end) of V.
@@ -81,8 +82,8 @@ struct Grads {
   const T *delta, *do_dr;
   T *dq_t, *dk_t;  // panels of [k_dim][P], columns are tokens; added to unless first
   bool first;
-  T *dg, *dbeta;   // [rows]
-  T* scratch;      // table.grads_scratch(k_dim, v_dim) elements
+  T *dg, *dbeta;  // [rows]
+  T* scratch;     // table.grads_scratch(k_dim, v_dim) elements
 };
 
 template <class T>
@@ -101,8 +102,8 @@ struct KernelTable {
   void (*load_state)(const Rows& src, bool v_first, int k_dim, int v_dim, int p_begin, int p_end, T* panels);
   void (*store_state)(const T* panels, bool v_first, int k_dim, int v_dim, int p_begin, int p_end, const Rows& dst);
   void (*products)(const ChunkTiles<T>& chunk, bool with_q);
-  // (F0)-(F3), (F6). g: log decay of the rows, not floored yet (nullptr: no gate); beta activated; scale of pg; pg nullptr: not wanted.
-  // a_form: abar <- A of (F2), the ungated inverse with beta on the rows, in place of (F3).
+  // (F0)-(F3), (F6). g: log decay of the rows, not floored yet (nullptr: no gate); beta activated; scale of pg; pg nullptr: not
+  // wanted. a_form: abar <- A of (F2), the ungated inverse with beta on the rows, in place of (F3).
   void (*head_tiles)(const ChunkTiles<T>& chunk, const T* g, const T* beta, T scale, bool a_form, const HeadTiles<T>& out);
   void (*walk)(const Walk<T>& w, int p_begin, int p_end);
   void (*reverse)(const Reverse<T>& r, int p_begin, int p_end);
@@ -114,7 +115,7 @@ struct KernelTable {
 };
 
 struct Level {
-  const char* name;  // "x86-64-v3"
+  const char* name;        // "x86-64-v3"
   const char* force_name;  // "cpu-v3"
   const KernelTable<float>* f32;
   const KernelTable<double>* f64;

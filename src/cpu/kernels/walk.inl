@@ -8,7 +8,7 @@ void walk(const Walk<T>& w, int p_begin, int p_end) {
   const HeadTiles<T>& head = *w.head;
   const int rows = chunk.rows, k_dim = chunk.k_dim, c = chunk.c;
   const bool with_o = w.o.data != nullptr;
-  HWY_ALIGN T v[kMaxChunk * kPanel<T>];       // V, then R
+  HWY_ALIGN T v[kMaxChunk * kPanel<T>];  // V, then R
   HWY_ALIGN T o[kMaxChunk * kPanel<T>];
   HWY_ALIGN T v_new[kMaxChunk * kPanel<T>];   // D
   HWY_ALIGN T v_tail[kMaxChunk * kPanel<T>];  // E
@@ -54,7 +54,8 @@ void walk(const Walk<T>& w, int p_begin, int p_end) {
     // (F9) S+ = gamma_C S + K^T E
     product<T, Order::ByColumn>(kq, 0, k_dim, rows, v_tail, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
       const T* from = w.state_in + state_at + m * kPanel<T>;
-      store_row<T>(state_out + m * kPanel<T>, hn::MulAdd(decay, hn::Load(d, from), v0), hn::MulAdd(decay, hn::Load(d, from + kLanes<T>), v1));
+      store_row<T>(state_out + m * kPanel<T>, hn::MulAdd(decay, hn::Load(d, from), v0),
+                   hn::MulAdd(decay, hn::Load(d, from + kLanes<T>), v1));
     });
   }
 }
@@ -83,7 +84,8 @@ void reverse(const Reverse<T>& r, int p_begin, int p_end) {
     for (int i = 0; i < rows; ++i) {
       const Vec<T> gamma = hn::Set(d, r.scale * head.gamma[i]);
       const T* row = d_o + i * kPanel<T>;
-      store_row<T>(scaled + (rows + i) * kPanel<T>, hn::Mul(gamma, hn::Load(d, row)), hn::Mul(gamma, hn::Load(d, row + kLanes<T>)));
+      store_row<T>(scaled + (rows + i) * kPanel<T>, hn::Mul(gamma, hn::Load(d, row)),
+                   hn::Mul(gamma, hn::Load(d, row + kLanes<T>)));
     }
     // (B1) dE = K dS+
     product<T, Order::ByRow>(kq, 0, rows, k_dim, d_state_in, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {

@@ -1,0 +1,71 @@
+// The CPU backend against the float64 recurrence on small problems: every option once. tests/op has the full case table.
+#include <gtest/gtest.h>
+
+#include "cpu_problem.hpp"
+
+namespace qla::cpu_test {
+namespace {
+
+std::vector<Options> setups() {
+  std::vector<Options> all;
+  const auto add = [&](const char* name, auto change) {
+    Options s;
+    s.name = name;
+    change(s);
+    all.push_back(s);
+  };
+  add("default", [](Options&) {});
+  add("one token", [](Options& s) { s.tokens = 1; });
+  add("64 tokens", [](Options& s) { s.tokens = 64; });
+  add("head sizes 1 and 1", [](Options& s) { s.k_dim = s.v_dim = 1, s.tokens = 70; });
+  add("head sizes 5 and 3", [](Options& s) { s.k_dim = 5, s.v_dim = 3; });
+  add("head sizes 128 and 128", [](Options& s) { s.k_dim = s.v_dim = 128, s.tokens = 200; });
+  add("head sizes 256 and 200", [](Options& s) { s.k_dim = 256, s.v_dim = 200; });
+  add("group 3, batch 2", [](Options& s) { s.batch = 2, s.k_heads = 2, s.v_heads = 6; });
+  add("windows", [](Options& s) { s.tokens = 1400, s.k_dim = s.v_dim = 8; });
+  add("packed", [](Options& s) { s.cu = {0, 0, 33, 34, 98, 98}, s.tokens = 111; });
+  add("float64", [](Options& s) { s.dtype = s.gate_dtype = s.beta_dtype = s.state_dtype = QLA_FLOAT64, s.tokens = 200; });
+  add("float64 wide", [](Options& s) {
+    s.dtype = s.gate_dtype = s.beta_dtype = s.state_dtype = QLA_FLOAT64, s.tokens = 97, s.k_dim = 130, s.v_dim = 70;
+  });
+  add("no gate", [](Options& s) { s.with_gate = false; });
+  add("gate 0", [](Options& s) { s.gate = 0; });
+  add("gate -50", [](Options& s) { s.gate_shift = -50; });
+  add("gate -200", [](Options& s) { s.gate_shift = -200; });
+  add("gate above 0", [](Options& s) { s.gate = 0.02, s.gate_shift = 0.03; });
+  add("no h0", [](Options& s) { s.with_h0 = false; });
+  add("no dht", [](Options& s) { s.with_dht = false; });
+  add("v first", [](Options& s) { s.flags = QLA_FLAG_STATE_V_FIRST; });
+  add("normalised", [](Options& s) { s.flags = QLA_FLAG_QK_L2NORM; });
+  add("raw gate", [](Options& s) { s.flags = QLA_FLAG_RAW_GATE; });
+  add("raw gate without bias", [](Options& s) { s.flags = QLA_FLAG_RAW_GATE, s.with_bias = false; });
+  add("sigmoid", [](Options& s) { s.flags = QLA_FLAG_BETA_SIGMOID; });
+  add("negative eigenvalues", [](Options& s) { s.flags = QLA_FLAG_BETA_SIGMOID | QLA_FLAG_NEG_EIGVAL; });
+  add("everything", [](Options& s) {
+    s.flags = QLA_FLAG_BETA_SIGMOID | QLA_FLAG_NEG_EIGVAL | QLA_FLAG_RAW_GATE | QLA_FLAG_QK_L2NORM | QLA_FLAG_STATE_V_FIRST;
+    s.cu = {0, 70, 70, 199}, s.tokens = 200, s.v_heads = 4, s.k_heads = 2;
+  });
+  add("state float64", [](Options& s) { s.state_dtype = QLA_FLOAT64; });
+  add("scale 0", [](Options& s) { s.scale = 0; });
+  add("scale -2", [](Options& s) { s.scale = -2; });
+  add("correlated keys", [](Options& s) { s.key_noise = 0.05, s.beta = 0.98, s.gate = 0.02, s.tokens = 300; });
+  add("one key", [](Options& s) { s.key_noise = 0, s.beta = 1, s.gate = 0, s.tokens = 300; });
+  add("bfloat16", [](Options& s) { s.dtype = QLA_BFLOAT16; });
+  add("float16",
+      [](Options& s) { s.dtype = s.gate_dtype = QLA_FLOAT16, s.beta_dtype = QLA_BFLOAT16, s.state_dtype = QLA_BFLOAT16; });
+  return all;
+}
+
+TEST(CpuOp, RecurrenceAndAdjoint) {
+  for (const Options& s : setups()) {
+    CpuRun run(s);
+    run.forward();
+    run.backward();
+    const bool rounded = s.dtype == QLA_BFLOAT16 || s.dtype == QLA_FLOAT16;
+    const double limit = s.dtype == QLA_FLOAT64 ? 1e-10 : rounded ? 4e-3 : s.key_noise >= 0 ? 1e-4 : 1e-5;
+    for (const NamedError& e : errors_of(run)) EXPECT_LE(e.error, limit) << s.name << ": " << e.name;
+  }
+}
+
+}  // namespace
+}  // namespace qla::cpu_test
