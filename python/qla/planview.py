@@ -119,7 +119,7 @@ def main(args: argparse.Namespace) -> int:
     if args.log_decay:
         decays = chunk_decays(lengths, args.log_decay, hv)
     plan = make_plan(lengths, (hk, hv), args.dtype, args.backend, args.cp, args.segment_chunks, decays)
-    print(plan.text.rstrip())
+    print(plan.text.partition("\n  sequence head ")[0].rstrip())  # the items: all of them with --list, drawn with --png
     if args.list:
         starts = ("zero", "initial", "warm-up", "merged")
         print("sequence head first_chunk chunks warmup start")
