@@ -1,5 +1,6 @@
 #include "reference/recurrence.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 #include "reference/activations.hpp"
@@ -9,40 +10,41 @@
 namespace qla::reference {
 namespace {
 
+constexpr int64_t kMaxDim = 512;  // of K and V
+
 template <class S>
 struct Token {  // of one value head; q and k normalised if asked
-  std::vector<S> q, k;
+  S q[kMaxDim], k[kMaxDim];
   const S* v;
   S decay, beta;
 };
 
 template <class S>
-Token<S> token_at(const InputsOf<S>& in, const ActivatedOf<S>& act, int64_t t, int64_t head) {
+void token_at(const InputsOf<S>& in, const ActivatedOf<S>& act, int64_t t, int64_t head, Token<S>& x) {
   using std::exp;
   const int64_t row = t * in.k_heads + head / in.group(), i = t * in.v_heads + head;
-  Token<S> x;
-  x.q.assign(&in.q[row * in.k_dim], &in.q[row * in.k_dim] + in.k_dim);
-  x.k.assign(&in.k[row * in.k_dim], &in.k[row * in.k_dim] + in.k_dim);
-  scal(in.k_dim, act.q_rnorm[row], x.q.data());
-  scal(in.k_dim, act.k_rnorm[row], x.k.data());
+  for (int64_t c = 0; c < in.k_dim; ++c) {
+    x.q[c] = in.q[row * in.k_dim + c] * act.q_rnorm[row];
+    x.k[c] = in.k[row * in.k_dim + c] * act.k_rnorm[row];
+  }
   x.v = &in.v[i * in.v_dim];
   x.decay = exp(act.g[i]);
   x.beta = act.beta[i];
-  return x;
 }
 
 // One step of the recurrence; o (if wanted) is overwritten.
 template <class S>
 void step(const InputsOf<S>& in, const Token<S>& x, S* state, S* o) {
   const int64_t V = in.v_dim;
-  std::vector<S> delta(x.v, x.v + V);  // v - S^T k, S decayed
+  S delta[kMaxDim];  // v - S^T k, S decayed
+  std::copy(x.v, x.v + V, delta);
   for (int64_t i = 0; i < in.k_dim; ++i) {
     scal(V, x.decay, state + i * V);
-    axpy(V, -x.k[i], state + i * V, delta.data());
+    axpy(V, -x.k[i], state + i * V, delta);
   }
   if (o) std::fill(o, o + V, S(0));
   for (int64_t i = 0; i < in.k_dim; ++i) {
-    axpy(V, x.beta * x.k[i], delta.data(), state + i * V);
+    axpy(V, x.beta * x.k[i], delta, state + i * V);
     if (o) axpy(V, in.scale * x.q[i], state + i * V, o);
   }
 }
@@ -66,8 +68,11 @@ OutputsOf<S> forward(const InputsOf<S>& in) {
   parallel_for(in.num_seqs() * in.v_heads, [&](int64_t job) {
     const int64_t n = job / in.v_heads, head = job % in.v_heads;
     std::vector<S> state = start_state(in, n, head);
-    for (int64_t t = in.bos[n]; t < in.eos[n]; ++t)
-      step(in, token_at(in, act, t, head), state.data(), &out.o[(t * in.v_heads + head) * in.v_dim]);
+    Token<S> x;
+    for (int64_t t = in.bos[n]; t < in.eos[n]; ++t) {
+      token_at(in, act, t, head, x);
+      step(in, x, state.data(), &out.o[(t * in.v_heads + head) * in.v_dim]);
+    }
     std::copy(state.begin(), state.end(), &out.final_state[job * in.state_size()]);
   });
   return out;
@@ -77,23 +82,25 @@ OutputsOf<S> forward(const InputsOf<S>& in) {
 void step_adjoint(const Inputs& in, const Token<double>& x, const double* before, const double* after, const double* d_o, double* d_state,
                   double* dq, double* dk, double* dv, double* dg, double* dbeta) {
   const int64_t K = in.k_dim, V = in.v_dim;
-  std::vector<double> delta(x.v, x.v + V), kds(V, 0.0);  // v - S^T k of the decayed S; dS^T k
+  double delta[kMaxDim], kds[kMaxDim];  // v - S^T k of the decayed S; dS^T k
+  std::copy(x.v, x.v + V, delta);
+  std::fill(kds, kds + V, 0.0);
   for (int64_t i = 0; i < K; ++i) {
     if (d_o) {
       dq[i] += in.scale * dot(V, after + i * V, d_o);
       axpy(V, in.scale * x.q[i], d_o, d_state + i * V);
     }
-    axpy(V, -x.decay * x.k[i], before + i * V, delta.data());
-    axpy(V, x.k[i], d_state + i * V, kds.data());
+    axpy(V, -x.decay * x.k[i], before + i * V, delta);
+    axpy(V, x.k[i], d_state + i * V, kds);
   }
-  *dbeta = dot(V, kds.data(), delta.data());
-  std::vector<double>& d_delta = kds;
-  scal(V, x.beta, d_delta.data());
-  axpy(V, 1.0, d_delta.data(), dv);
+  *dbeta = dot(V, kds, delta);
+  double* const d_delta = kds;
+  scal(V, x.beta, d_delta);
+  axpy(V, 1.0, d_delta, dv);
   *dg = 0.0;
   for (int64_t i = 0; i < K; ++i) {
-    dk[i] += x.beta * dot(V, d_state + i * V, delta.data()) - x.decay * dot(V, before + i * V, d_delta.data());
-    axpy(V, -x.k[i], d_delta.data(), d_state + i * V);
+    dk[i] += x.beta * dot(V, d_state + i * V, delta) - x.decay * dot(V, before + i * V, d_delta);
+    axpy(V, -x.k[i], d_delta, d_state + i * V);
     *dg += x.decay * dot(V, before + i * V, d_state + i * V);
     scal(V, x.decay, d_state + i * V);
   }
@@ -105,26 +112,30 @@ void backward_head(const Inputs& in, const Activated& act, int64_t n, int64_t he
   const int64_t size = in.state_size(), bos = in.bos[n], length = in.eos[n] - bos;
   std::vector<double> kept;  // the state before tokens 0, 48, 96, ..
   std::vector<double> state = start_state(in, n, head);
+  Token<double> x;
   for (int64_t t = 0; t < length; ++t) {
     if (t % kCheckpoint == 0) kept.insert(kept.end(), state.begin(), state.end());
-    step(in, token_at(in, act, bos + t, head), state.data(), static_cast<double*>(nullptr));
+    token_at(in, act, bos + t, head, x);
+    step(in, x, state.data(), static_cast<double*>(nullptr));
   }
   std::vector<double> d_state(size, 0.0);
   if (!in.d_final_state.empty()) {
     const double* from = &in.d_final_state[(n * in.v_heads + head) * size];
     d_state.assign(from, from + size);
   }
-  std::vector<double> between((kCheckpoint + 1) * size);
+  std::vector<double> between((std::min(kCheckpoint, length) + 1) * size);
   for (int64_t first = (length - 1) / kCheckpoint * kCheckpoint; first >= 0 && length > 0; first -= kCheckpoint) {
     const int64_t count = std::min(kCheckpoint, length - first);
     std::copy_n(&kept[first / kCheckpoint * size], size, between.begin());
     for (int64_t t = 0; t < count; ++t) {
       std::copy_n(&between[t * size], size, &between[(t + 1) * size]);
-      step(in, token_at(in, act, bos + first + t, head), &between[(t + 1) * size], static_cast<double*>(nullptr));
+      token_at(in, act, bos + first + t, head, x);
+      step(in, x, &between[(t + 1) * size], static_cast<double*>(nullptr));
     }
     for (int64_t t = count - 1; t >= 0; --t) {
       const int64_t token = bos + first + t, i = token * in.v_heads + head, row = (token * in.k_heads + head / in.group()) * in.k_dim;
-      step_adjoint(in, token_at(in, act, token, head), &between[t * size], &between[(t + 1) * size],
+      token_at(in, act, token, head, x);
+      step_adjoint(in, x, &between[t * size], &between[(t + 1) * size],
                    in.d_o.empty() ? nullptr : &in.d_o[i * in.v_dim], d_state.data(), &grads.dq[row], &grads.dk[row],
                    &grads.dv[i * in.v_dim], &grads.dg[i], &grads.dbeta[i]);
     }

@@ -1,0 +1,322 @@
+#include "support/case.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <sstream>
+
+#include "support/watchdog.hpp"
+
+namespace qla::test {
+
+namespace gates {
+namespace {
+double softplus(double x) { return x > 0 ? x + std::log1p(std::exp(-x)) : std::log1p(std::exp(x)); }
+double logsigmoid(double x) { return -softplus(-x); }
+}  // namespace
+Gate soft() {
+  return [](Random& r, const Where&) { return logsigmoid(r.normal()) / 16; };
+}
+Gate qwen() {
+  return [](Random& r, const Where& w) {
+    const double A = w.heads > 1 ? 16.0 * static_cast<double>(w.head) / static_cast<double>(w.heads - 1) : 0.0;
+    return -A * softplus(0.5 * r.normal() + 1);
+  };
+}
+Gate scaled(std::vector<double> A) {
+  return [A](Random& r, const Where& w) { return -A[w.head % A.size()] * softplus(0.5 * r.normal() + 1); };
+}
+Gate zero() { return constant(0); }
+Gate mix() {
+  return [](Random& r, const Where&) {
+    const double x = logsigmoid(r.uniform());
+    return r.uniform() < 0.5 ? x : 0.0;
+  };
+}
+Gate constant(double c) {
+  return [c](Random&, const Where&) { return c; };
+}
+Gate cliff(int64_t token, double depth) {
+  return [=](Random&, const Where& w) { return w.token == token ? depth : -0.01; };
+}
+Gate sometimes(double share, double value, Gate otherwise) {
+  return [=](Random& r, const Where& w) { return r.uniform() < share ? value : otherwise(r, w); };
+}
+Gate logsigmoid_over(double divisor) {
+  return [=](Random& r, const Where&) { return logsigmoid(r.uniform()) / divisor; };
+}
+}  // namespace gates
+
+namespace {
+
+void normalise(Numbers& x, int64_t width) {
+  for (size_t row = 0; row < x.size(); row += width) {
+    double sum = 0;
+    for (int64_t i = 0; i < width; ++i) sum += x[row + i] * x[row + i];
+    for (int64_t i = 0; i < width; ++i) x[row + i] /= std::sqrt(sum);
+  }
+}
+
+void draw_keys(const Case& c, Sample& s, Random& random) {
+  reference::Inputs& in = s.in;
+  const int64_t H = c.H, K = c.K, tokens = s.tokens();
+  in.q = random.normals(tokens * H * K, c.keys == Keys::kRaw3 ? 3 : 1);
+  in.k = random.normals(tokens * H * K, c.keys == Keys::kRaw3 ? 3 : 1);
+  if (c.keys == Keys::kRaw3) return;
+  if (c.keys == Keys::kCorrelated || c.keys == Keys::kRepeated) {
+    Numbers base = random.normals(H * K);
+    normalise(base, K);
+    for (int64_t i = 0; i < tokens * H * K; ++i) {
+      const double fixed = base[i % (H * K)];
+      in.k[i] = c.keys == Keys::kRepeated ? fixed : fixed + c.spread * in.k[i];
+    }
+    if (c.keys == Keys::kRepeated) in.q = in.k;
+  }
+  normalise(in.q, K);
+  normalise(in.k, K);
+}
+
+double inner(const Numbers& a, const Numbers& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+std::string coordinate(const Sample& s, const Field& field, size_t i, size_t count) {
+  std::ostringstream text;
+  const reference::Inputs& in = s.in;
+  const int64_t heads = field_heads(s, field);
+  if (heads && s.tokens()) {
+    const int64_t width = static_cast<int64_t>(count) / (s.tokens() * heads), row = static_cast<int64_t>(i) / width;
+    const int64_t token = row / heads;
+    text << "batch " << token / s.length << ", token " << token % s.length << " (chunk row " << token % 64 << "), head " << row % heads << ", column "
+         << static_cast<int64_t>(i) % width;
+  } else if (field.is_state) {
+    const int64_t size = in.state_size(), at = static_cast<int64_t>(i);
+    text << "sequence " << at / size / in.v_heads << ", head " << at / size % in.v_heads << ", k " << at % size / in.v_dim << ", v " << at % in.v_dim;
+  } else {
+    text << "head " << i;
+  }
+  return text.str();
+}
+
+// relative error by window of 64 tokens of the flat buffer
+std::string by_window(const Sample& s, const Field& field, const Numbers& got, const Numbers& truth) {
+  if (!field_heads(s, field) || s.tokens() == 0) return "";
+  std::ostringstream text;
+  const int64_t per_token = static_cast<int64_t>(truth.size()) / s.tokens();
+  text << "; relative error by 64 tokens:";
+  for (int64_t first = 0; first < s.tokens() && first < 64 * 12; first += 64) {
+    double error = 0, size = 0;
+    for (int64_t i = first * per_token; i < std::min(first + 64, s.tokens()) * per_token; ++i)
+      error += (got[i] - truth[i]) * (got[i] - truth[i]), size += truth[i] * truth[i];
+    text << ' ' << (size > 0 ? std::sqrt(error / size) : std::sqrt(error));
+  }
+  return text.str();
+}
+
+double largest_error(const Numbers& got, const Numbers& truth) {
+  double error = 0;
+  for (size_t i = 0; i < truth.size(); ++i) {
+    const double e = std::fabs(got[i] - truth[i]);
+    if (!(e <= error)) error = std::isnan(e) ? std::numeric_limits<double>::infinity() : e;
+  }
+  return error;
+}
+
+// tokens outside every sequence: exactly zero, in o and in every gradient
+void expect_zero_padding(const Sample& s, const Field& field, const Numbers& got) {
+  if (!field_heads(s, field) || s.tokens() == s.valid_tokens() || s.tokens() == 0) return;
+  const int64_t per_token = static_cast<int64_t>(got.size()) / s.tokens();
+  for (size_t i = s.valid_tokens() * per_token; i < got.size(); ++i)
+    if (!(got[i] == 0.0)) {
+      ADD_FAILURE() << field.name << ": expected 0 past the last sequence, got " << got[i] << " at " << coordinate(s, field, i, got.size());
+      return;
+    }
+}
+
+void expect_field(const Case& c, const Sample& s, const Field& field, const Numbers& got, const Numbers& truth, const Numbers* emulated, const Values& scale) {
+  ASSERT_EQ(got.size(), truth.size()) << field.name;
+  if (truth.empty()) return;
+  expect_zero_padding(s, field, got);
+  const double size = largest(truth), error = largest_error(got, truth);
+  const int32_t out = field_dtype(s, field);
+  const auto first_bad = [&](double limit) {
+    std::ostringstream text;
+    for (size_t i = 0; i < truth.size(); ++i)
+      if (!(std::fabs(got[i] - truth[i]) <= limit)) {
+        text << "; first bad: " << coordinate(s, field, i, truth.size()) << ": got " << got[i] << ", expected " << truth[i];
+        break;
+      }
+    return text.str() + by_window(s, field, got, truth);
+  };
+  for (const std::string& name : c.near_zero)
+    if (name == field.name) {  // the truth is nearly 0: measured against what the tensor holds with independent keys
+      const double limit = 1e-3 * largest(scale.*field.member);
+      EXPECT_LE(error, limit) << field.name << " (nearly zero)" << first_bad(limit);
+      return;
+    }
+  if (size == 0) {
+    EXPECT_LE(error, limits::kZero * std::max({largest(s.in.v), 1e-30})) << field.name << " (exactly zero)" << first_bad(0);
+    return;
+  }
+  double limit = limits::relative(s.dtype, field.is_gradient, c.hard) + limits::unit_roundoff(out) * (is_16_bit(out) && !is_16_bit(s.dtype));
+  double largest_limit = limits::kLargest * limit * size;
+  if (emulated) {
+    const double theirs = relative_error(*emulated, truth);
+    const double budget = field.is_gradient ? c.emulator.gradient : c.emulator.output;
+    // fp16 operands underflow below 2^-24: of gradients as small as that nothing is known but that they stay as small
+    const bool underflows = s.dtype == QLA_FLOAT16 && size < 0x1p-14;
+    EXPECT_TRUE(theirs <= budget || underflows) << theirs << " > " << budget << ", " << field.name << ": the emulator's own error; it would hide a fault";
+    limit = std::max(limit, limits::kOfEmulator * theirs);
+    largest_limit = limits::kOfEmulator * largest_error(*emulated, truth) + 4e-6 * size;
+  }
+  const double relative = relative_error(got, truth);
+  EXPECT_LE(relative, limit) << field.name << " relative L2" << first_bad(largest_limit);
+  EXPECT_LE(error, largest_limit) << field.name << " largest error, entries up to " << size << first_bad(largest_limit);
+  if (c.slope && field.is_state && !field.is_gradient) {
+    const double slope = inner(got, truth) / inner(truth, truth) - 1;
+    EXPECT_LE(std::fabs(slope), limits::kSlope) << field.name << " slope";
+  }
+  const int64_t heads = field_heads(s, field);
+  if (c.per_head && heads > 1) {
+    const int64_t width = static_cast<int64_t>(truth.size()) / (s.tokens() * heads);
+    for (int64_t h = 0; h < heads; ++h) {
+      Numbers mine, theirs, true_ones;
+      for (int64_t t = 0; t < s.valid_tokens(); ++t)
+        for (int64_t x = 0; x < width; ++x) {
+          const size_t i = (t * heads + h) * width + x;
+          mine.push_back(got[i]), true_ones.push_back(truth[i]);
+          if (emulated) theirs.push_back((*emulated)[i]);
+        }
+      const double head_limit = std::max(limit, emulated ? limits::kOfEmulator * relative_error(theirs, true_ones) : 0.0);
+      EXPECT_LE(relative_error(mine, true_ones), head_limit) << field.name << " of head " << h;
+    }
+  }
+}
+
+}  // namespace
+
+double relative_error(const Numbers& got, const Numbers& truth) {
+  double error = 0, size = 0;
+  for (size_t i = 0; i < truth.size(); ++i) error += (got[i] - truth[i]) * (got[i] - truth[i]), size += truth[i] * truth[i];
+  const double relative = size > 0 ? std::sqrt(error / size) : std::sqrt(error);
+  return std::isnan(relative) ? std::numeric_limits<double>::infinity() : relative;
+}
+
+double largest(const Numbers& x) {
+  double size = 0;
+  for (const double value : x)
+    if (std::fabs(value) > size) size = std::fabs(value);
+  return size;
+}
+
+void expect_bitwise(const Numbers& got, const Numbers& expected, const char* what) {
+  ASSERT_EQ(got.size(), expected.size()) << what;
+  for (size_t i = 0; i < got.size(); ++i)
+    if (std::memcmp(&got[i], &expected[i], sizeof(double)) != 0) {
+      ADD_FAILURE() << what << ": not the same bits at element " << i << " of " << got.size() << ": " << got[i] << " and " << expected[i];
+      return;
+    }
+}
+
+void expect_bitwise(const Values& got, const Values& expected, const char* what) {
+  for (const Field& field : fields()) {
+    SCOPED_TRACE(field.name);
+    expect_bitwise(got.*field.member, expected.*field.member, what);
+  }
+}
+
+Sample sample_of(const Case& c, int32_t dtype) {
+  Sample s;
+  int number = 0;
+  for (const char* at = c.recipe; *at; ++at)
+    if (*at >= '0' && *at <= '9') number = 10 * number + (*at - '0');
+  Random random(1000 + number);
+  const bool real64 = dtype == QLA_FLOAT64;
+  s.batch = c.B, s.length = c.T, s.cu = c.cu;
+  s.dtype = dtype;
+  s.g_dtype = real64 ? QLA_FLOAT64 : c.g_dtype;
+  s.beta_dtype = real64 ? QLA_FLOAT64 : c.beta_dtype;
+  s.state_dtype = real64 ? QLA_FLOAT64 : c.state_dtype;
+  s.set_sequences();
+  reference::Inputs& in = s.in;
+  in.k_heads = c.H, in.v_heads = c.HV, in.k_dim = c.K, in.v_dim = c.V;
+  s.default_scale = std::isnan(c.scale);
+  in.scale = s.default_scale ? 1.0 / std::sqrt(static_cast<double>(c.K)) : c.scale;
+  in.qk_l2norm = c.qk_l2norm, in.raw_gate = c.raw_gate, in.beta_sigmoid = c.beta_sigmoid, in.neg_eigval = c.neg_eigval;
+  const int64_t tokens = s.tokens(), states = s.num_seqs() * c.HV * in.state_size();
+  draw_keys(c, s, random);
+  in.v = random.normals(tokens * c.HV * c.V);
+  in.beta = random.normals(tokens * c.HV);
+  if (!c.beta_sigmoid)
+    for (double& x : in.beta) x = 1.0 / (1.0 + std::exp(-x));
+  in.g.assign(tokens * c.HV, 0.0);
+  for (int64_t n = 0; n < s.num_seqs(); ++n)
+    for (int64_t t = in.bos[n]; t < in.eos[n]; ++t)
+      for (int64_t h = 0; h < c.HV; ++h) in.g[t * c.HV + h] = c.gate(random, {t - in.bos[n], in.eos[n] - in.bos[n], h, c.HV});
+  if (c.raw_gate) {
+    for (double& x : in.g) x = 0.5 * random.normal();
+    for (int64_t h = 0; h < c.HV; ++h) in.A_log.push_back(std::log(random.uniform(0.01, 16)));
+    if (c.dt_bias) in.dt_bias.assign(c.HV, 1.0);
+  }
+  if (c.h0) in.initial_state = random.normals(states);
+  if (c.d_o) in.d_o = random.normals(tokens * c.HV * c.V);
+  if (c.dht) in.d_final_state = random.normals(states, 0.125);
+  if (c.edit) c.edit(s, random);
+  s.round_values();
+  return s;
+}
+
+std::string not_on_cuda(const Case& c, int32_t dtype) {
+  if (!is_16_bit(dtype)) return std::string(name_of(dtype)) + " tensors: the GPU serves bf16 and fp16";
+  if (c.K != 128 || c.V != 128) return "K, V != 128: the GPU serves 128 x 128";
+  for (const Options& call : c.calls)
+    if (call.layout == Layout::kBackwards) return "falling addresses: the GPU's loads take rising strides that are multiples of 16 bytes";
+  return "";
+}
+
+void expect_values(const Case& c, const Sample& sample, const Options& options, const Values& got, const Values& truth, const Values* emulated) {
+  const Values scale = c.near_zero_scale ? c.near_zero_scale(sample) : Values{};
+  for (const Field& field : fields()) {
+    if (field.is_gradient && !options.backward) continue;
+    const std::string name = field.name;
+    if (name == "final_state" && !options.final_state) continue;
+    if (name == "dh0" && sample.in.initial_state.empty()) continue;
+    if (name == "ddt_bias" && sample.in.dt_bias.empty()) continue;
+    if (name == "dg" && sample.in.g.empty()) continue;
+    expect_field(c, sample, field, got.*field.member, truth.*field.member, emulated ? &(emulated->*field.member) : nullptr, scale);
+  }
+}
+
+void run_case(const Backend& backend, const Case& c, int32_t dtype) {
+  if (backend.on_device()) {
+    const std::string reason = not_on_cuda(c, dtype);
+    if (!reason.empty()) GTEST_SKIP() << reason;
+  } else if (c.big) {
+    GTEST_SKIP() << "device only: too long for a CPU, which runs the smaller case of the same recipe";
+  }
+  const Sample sample = sample_of(c, dtype);
+  bool backward = false;
+  for (const Options& call : c.calls) backward |= call.backward;
+  const Values truth = truth_of(sample, backward);
+  Values emulated;
+  if (is_16_bit(dtype)) emulated = emulation_of(sample, backward);
+  for (const Options& call : c.calls) {
+    SCOPED_TRACE(std::string(c.recipe) + " " + c.name + ", " + name_of(dtype) + ", " + backend.name() + ", call \"" + call.name + "\"");
+    Result result;
+    {
+      const Watchdog watchdog(60, std::string(c.recipe) + " " + c.name);
+      result = run(backend, sample, call);
+    }
+    if (!result.ok()) {
+      ADD_FAILURE() << result.where << ": status " << qla_status_name(result.status) << ": " << result.error;
+      continue;
+    }
+    expect_values(c, sample, call, result.values, truth, is_16_bit(dtype) ? &emulated : nullptr);
+    if (c.extra) c.extra(sample, truth, result);
+  }
+}
+
+}  // namespace qla::test

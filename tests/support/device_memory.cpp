@@ -1,0 +1,54 @@
+// The CUDA backend of the tests: device buffers and copies. Only compiled against the toolkit where there is one.
+#include <stdexcept>
+
+#include "support/backend.hpp"
+
+#ifdef QLA_TEST_CUDA
+#include <cuda_runtime_api.h>
+
+namespace qla::test {
+namespace {
+
+void must(cudaError_t error, const char* call) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(error));
+}
+
+class Cuda : public Backend {
+ public:
+  std::string name() const override { return "cuda"; }
+  bool on_device() const override { return true; }
+  int32_t id() const override { return QLA_BACKEND_CUDA; }
+  int32_t device() const override { return 0; }
+  void* allocate(size_t bytes) const override {
+    void* pointer = nullptr;
+    must(cudaMalloc(&pointer, bytes + 1), "cudaMalloc");
+    return pointer;
+  }
+  void release(void* pointer) const override { must(cudaFree(pointer), "cudaFree"); }
+  void upload(void* to, const void* from, size_t bytes) const override { must(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "cudaMemcpy"); }
+  void download(void* to, const void* from, size_t bytes) const override {
+    must(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  }
+  void synchronize() const override { must(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
+};
+
+}  // namespace
+
+const Backend* cuda_backend() {
+  static const Cuda cuda;
+  int32_t count = 0;
+  qla_device_info_t info = {};
+  info.struct_size = sizeof info;
+  if (qla_device_count(&count) != QLA_OK || count == 0 || qla_device_info(0, &info) != QLA_OK || !info.served) return nullptr;
+  return &cuda;
+}
+
+}  // namespace qla::test
+
+#else
+
+namespace qla::test {
+const Backend* cuda_backend() { return nullptr; }
+}  // namespace qla::test
+
+#endif
