@@ -174,9 +174,13 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.predicted_us = predicting ? static_cast<double>(predict(costs, problem, choice, all, total_chunks)) : 0.0;
   result.fused = choice.fused;
   result.reserved0 = 0;
-  const std::string reason = concat(cuda ? plan::reason_text(choice.reason) : plan::cpu_reason_text(policy, choice.rule),
-                                    cuda && !here ? " (no such device here: planned for an H200)" : "",
-                                    chunk_log_decay ? "" : "; gates not given: usual ones assumed");
+  const bool cut = items > problem.num_seqs * problem.num_v_heads;
+  const bool too_short = !cut && policy.mode == QLA_CP_AUTO && choice.rule.segment_chunks > 0;
+  const char* const why = too_short ? "no sequence is longer than a segment: not cut"
+                          : cuda    ? plan::reason_text(choice.reason)
+                                    : plan::cpu_reason_text(policy, choice.rule);
+  const std::string reason = concat(why, cuda && !here ? " (no such device here: planned for an H200)" : "",
+                                    !cut || chunk_log_decay ? "" : "; gates not given: usual ones assumed");
   std::memset(result.reason, 0, sizeof(result.reason));
   std::strncpy(result.reason, reason.c_str(), sizeof(result.reason) - 1);
 }
