@@ -1,6 +1,9 @@
 # The CPU backend. src/cpu/kernels/level.cpp is compiled once for every instruction level (header-only Highway with static dispatch: the
 # compiler's flags pick the vectors), the rest once for the baseline; src/cpu/dispatch.cpp picks a level at run time.
-find_path(QLA_HIGHWAY_INCLUDE hwy/highway.h REQUIRED)
+find_path(QLA_HIGHWAY_INCLUDE hwy/highway.h)
+if(NOT QLA_HIGHWAY_INCLUDE)
+  message(FATAL_ERROR "hwy/highway.h not found: apt-get install libhwy-dev")
+endif()
 file(GLOB QLA_CPU_SOURCES CONFIGURE_DEPENDS src/cpu/*.cpp)
 add_library(qla_cpu OBJECT ${QLA_CPU_SOURCES})
 target_link_libraries(qla_cpu PUBLIC qla_options)

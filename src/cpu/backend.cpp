@@ -7,6 +7,8 @@
 #include "cpu/backward_run.hpp"
 #include "cpu/forward_run.hpp"
 #include "cpu/pool.hpp"
+#include "cpu/segments.hpp"
+#include "plan/choose_cpu.hpp"
 
 namespace qla::cpu {
 namespace {
@@ -27,6 +29,25 @@ void check_sizes(const Problem& p) {
 
 const qla_tensor kAbsent{};
 
+// The rule that qla_gdn_plan prints. A pool updated in place is not cut: a sequence's last segment would write what its first may
+// still read.
+template <typename Args>
+plan::CutRule cut_rule(const Args& args, const Problem& problem) {
+  plan::CutRule rule = plan::choose_cpu(plan::make_policy(args, problem.dtype), problem);
+  if constexpr (requires { args.state_indices; })
+    if (args.state_indices.data) rule.segment_chunks = 0;
+  return rule;
+}
+
+template <class T>
+void zero_states_of(const Call<T>& call, const Sequence& seq, const qla_gdn_forward_args& args) {
+  for (int64_t head = 0; head < call.problem.num_v_heads; ++head) {
+    for (int64_t i = 0; i < seq.chunks(); ++i) call.zero_state(state_rows(args.h, seq.first_chunk + i, head));
+    for (int64_t i = 0; call.args.checkpoint_every > 0 && i < seq.tokens() / call.args.checkpoint_every; ++i)
+      call.zero_state(state_rows(args.state_checkpoints, seq.first_checkpoint + i, head));
+  }
+}
+
 template <class T>
 void forward_as(const qla_gdn_forward_args& args, const Problem& problem) {
   CommonArgs common{&args.q,
@@ -45,11 +66,15 @@ void forward_as(const qla_gdn_forward_args& args, const Problem& problem) {
   const Call<T> call(problem, common, threads_for(args, problem));
   for (const qla_tensor* t : {&args.o, &args.a_inv, &args.a_gated, &args.g_cumsum, &args.q_rnorm, &args.k_rnorm})
     zero_outside(call.sequences, problem, *t);
-  StreamPlan plan;
-  plan.num_uncut = problem.num_seqs * problem.num_k_heads;
+  for (const Sequence& seq : call.sequences)
+    if (seq.state_slot < 0) zero_states_of(call, seq, args);
   const bool pool = args.state_indices.data != nullptr;
   const bool wide = args.a_inv.data || args.a_gated.data || args.g_cumsum.data;
-  run_forward<T>({call, &args, pool ? &args.initial_state : &args.final_state, wide, plan});
+  for_each_plan<T>(call, cut_rule(args, problem), nullptr, nullptr, [&](const StreamPlan& plan) {
+    Buffer<T> merged(static_cast<size_t>(plan.num_merged * call.state_size));
+    run_prepasses<T>(call, plan, nullptr, nullptr, merged.data());
+    run_forward<T>({call, &args, pool ? &args.initial_state : &args.final_state, wide, plan, merged.data()});
+  });
 }
 
 template <class T>
@@ -63,9 +88,18 @@ void backward_as(const qla_gdn_backward_args& args, const Problem& problem) {
   common.flags = args.flags;
   const Call<T> call(problem, common, threads_for(args, problem));
   for (const qla_tensor* t : {&args.dq, &args.dk, &args.dv, &args.dg, &args.dbeta}) zero_outside(call.sequences, problem, *t);
-  StreamPlan plan;
-  plan.num_uncut = problem.num_seqs * problem.num_k_heads;
-  run_backward<T>({call, &args, plan});
+  GateSums sums;
+  sums.dA_log.assign(static_cast<size_t>(problem.num_v_heads), 0), sums.ddt_bias = sums.dA_log;
+  for_each_plan<T>(call, cut_rule(args, problem), &args.d_o, &args.d_final_state, [&](const StreamPlan& plan) {
+    Buffer<T> merged(static_cast<size_t>(plan.num_merged * call.state_size));
+    run_prepasses<T>(call, plan, &args.d_o, &args.d_final_state, merged.data());
+    run_backward<T>({call, &args, plan, merged.data(), &sums});
+  });
+  for (int64_t head = 0; head < problem.num_v_heads; ++head) {
+    if (args.dA_log.data) store_at({args.dA_log.data, args.dA_log.stride[0], args.dA_log.dtype}, head, sums.dA_log[head]);
+    if (args.ddt_bias.data)
+      store_at({args.ddt_bias.data, args.ddt_bias.stride[0], args.ddt_bias.dtype}, head, sums.ddt_bias[head]);
+  }
 }
 
 }  // namespace

@@ -191,8 +191,7 @@ class BackwardLane final : public Lane {
 
   void fill_start(const HeadStart& at, bool forward, int h, T* panels) {
     if (at.start == QLA_START_MERGED) {
-      std::memcpy(panels, (forward ? run_.merged : run_.merged_reverse) + at.merged * call_.state_size,
-                  sizeof(T) * call_.state_size);
+      std::memcpy(panels, run_.merged + at.merged * call_.state_size, sizeof(T) * call_.state_size);
     } else if (at.start == QLA_START_INITIAL && forward) {
       call_.initial_state(*seq_, v_head(h), panels);
     } else if (at.start == QLA_START_INITIAL && run_.args->d_final_state.data) {
@@ -292,6 +291,7 @@ class BackwardLane final : public Lane {
       r.v_dim = call_.v_dim;
       r.scale = call_.scale;
       r.d_o = token_rows(run_.args->d_o, seq_->batch, seq_->bos + token, v_head(h));
+      r.d_o_step = run_.args->d_o.stride[3];
       if (warming()) {
         r.d_state_in = r.d_state_out = d_state(h);
       } else {
@@ -409,17 +409,11 @@ void run_backward(const BackwardRun<T>& run) {
     lanes.push_back(std::make_unique<BackwardLane<T>>(run, scratch, window, dA_log, ddt_bias));
   run_lanes(call.threads, run.plan.size(), lanes);
 
-  const qla_tensor &to_A = run.args->dA_log, &to_bias = run.args->ddt_bias;
-  std::vector<double> sum_A(static_cast<size_t>(call.problem.num_v_heads), 0), sum_bias(sum_A.size(), 0);
   for (int64_t i = 0; i < run.plan.size(); ++i)
     for (int h = 0; h < call.group; ++h) {
       const int64_t head = call.stream(run.plan, i).k_head * call.group + h;
-      sum_A[head] += dA_log[i * call.group + h], sum_bias[head] += ddt_bias[i * call.group + h];
+      run.sums->dA_log[head] += dA_log[i * call.group + h], run.sums->ddt_bias[head] += ddt_bias[i * call.group + h];
     }
-  for (int64_t head = 0; head < call.problem.num_v_heads; ++head) {
-    if (to_A.data) store_at({to_A.data, to_A.stride[0], to_A.dtype}, head, sum_A[head]);
-    if (to_bias.data) store_at({to_bias.data, to_bias.stride[0], to_bias.dtype}, head, sum_bias[head]);
-  }
 }
 template void run_backward<float>(const BackwardRun<float>&);
 template void run_backward<double>(const BackwardRun<double>&);

@@ -34,11 +34,20 @@ const std::vector<Level>& levels() {
   return found;
 }
 
-const Level& chosen_level() {
-  static const std::string forced = [] {
+namespace {
+std::string& forced_name() {
+  static std::string name = [] {
     const char* value = std::getenv("QLA_FORCE_BACKEND");
     return std::string(value ? value : "");
   }();
+  return name;
+}
+}  // namespace
+
+void force_level(const char* force_name) { forced_name() = force_name; }
+
+const Level& chosen_level() {
+  const std::string& forced = forced_name();
   if (forced.rfind("cpu-", 0) != 0) return levels().back();
   std::string known;
   for (const Level& level : levels()) {

@@ -10,6 +10,8 @@ namespace qla::cpu {
 const std::vector<Level>& levels();  // those this machine can run, least first
 const Level& chosen_level();         // throws Error(NOT_SUPPORTED) where QLA_FORCE_BACKEND names one that it cannot run
 
+void force_level(const char* force_name);  // for tests: as the variable would, from now on
+
 template <class T>
 const KernelTable<T>& kernels_of(const Level& level);
 template <>

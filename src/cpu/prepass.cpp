@@ -20,7 +20,8 @@ struct PrepassRun {
   int64_t transition_size;
 };
 
-// One segment of one value head: the forward walk over its windows (items: panels of the state, then of the transition), then the reverse.
+// One segment of one value head: the forward walk over its windows (items: panels of the state, then of the transition), then the
+// reverse.
 template <class T>
 class PrepassLane final : public Lane {
  public:
@@ -97,7 +98,8 @@ class PrepassLane final : public Lane {
 
   int64_t chunks() const { return (end_ - begin_ + kInnerChunk - 1) / kInnerChunk; }
   int64_t walk_items() const {
-    return (task_->state_slot >= 0 ? call_.v_panels : 0) + (task_->transition_slot >= 0 && begin_ >= task_->begin ? call_.k_panels : 0);
+    return (task_->state_slot >= 0 ? call_.v_panels : 0) +
+           (task_->transition_slot >= 0 && begin_ >= task_->begin ? call_.k_panels : 0);
   }
   size_t lay_out(T* base) {
     Carver<T> carver(base);
@@ -187,8 +189,8 @@ class MergeLane final : public Lane {
     const Call<T>& call = run_.call;
     for (const Merge& m : run_.plan.chains[stream_]) {
       T* to = run_.merged + m.to * call.state_size;
-      call.kernels.merge(run_.transitions + m.transition * run_.transition_size, m.reverse, run_.merged + m.from * call.state_size, to,
-                         call.k_dim, call.v_dim, to);
+      call.kernels.merge(run_.transitions + m.transition * run_.transition_size, m.reverse,
+                         run_.merged + m.from * call.state_size, to, call.k_dim, call.v_dim, to);
     }
   }
 
@@ -201,7 +203,8 @@ class MergeLane final : public Lane {
 }  // namespace
 
 template <class T>
-void run_prepasses(const Call<T>& call, const StreamPlan& plan, const qla_tensor* d_o, const qla_tensor* d_final_state, T* merged) {
+void run_prepasses(const Call<T>& call, const StreamPlan& plan, const qla_tensor* d_o, const qla_tensor* d_final_state,
+                   T* merged) {
   if (plan.prepasses.empty()) return;
   const int64_t transition_size = static_cast<int64_t>(call.k_panels) * call.panel * call.k_dim;
   Buffer<T> transitions(static_cast<size_t>(plan.num_transitions * transition_size));

@@ -58,7 +58,8 @@ class Decays {
     bool done_ = false;
   };
 
-  bool rows_finite(const qla_tensor& t, const Sequence& seq, int64_t token, int64_t head, int rows, int n, T* scratch, T* square) const {
+  bool rows_finite(const qla_tensor& t, const Sequence& seq, int64_t token, int64_t head, int rows, int n, T* scratch,
+                   T* square) const {
     if (!t.data) return true;
     bool finite = true;
     for (int i = 0; i < rows; ++i) {
@@ -93,7 +94,8 @@ class Decays {
         bool finite = k_finite && rows_finite(*call_.args.v, seq, token, head, rows, call_.v_dim, row, nullptr);
         if (d_o_) finite = finite && rows_finite(*d_o_, seq, token, head, rows, call_.v_dim, row, nullptr);
         if (finite && chunk == 0 && seq.has_initial) finite = state_finite(*call_.args.initial_state, seq.state_slot, head);
-        if (finite && chunk == seq.chunks() - 1 && d_final_state_ && d_final_state_->data) finite = state_finite(*d_final_state_, n, head);
+        if (finite && chunk == seq.chunks() - 1 && d_final_state_ && d_final_state_->data)
+          finite = state_finite(*d_final_state_, n, head);
         call_.gates.load(seq.batch, seq.bos + token, head, rows, g, beta);
         float sum = 0;
         for (int i = 0; i < rows; ++i) {
@@ -146,12 +148,13 @@ class PlanBuilder {
   PlanBuilder(StreamPlan& plan, int64_t sequence, int64_t tokens) : plan_(plan), sequence_(sequence), tokens_(tokens) {}
 
   template <typename Decay>
-  HeadSegments head(const plan::Cut& cut, const plan::CutRule& rule, int64_t v_head, bool has_initial, bool backward, bool has_final,
-                    Decay decay) {
+  HeadSegments head(const plan::Cut& cut, const plan::CutRule& rule, int64_t v_head, bool has_initial, bool backward,
+                    bool has_final, Decay decay) {
     HeadSegments result;
     const size_t first_prepass = plan_.prepasses.size();
     plan::for_each_segment(cut, rule, has_initial, false, decay, [&](const plan::Segment& s) { result.forward.push_back(s); });
-    if (backward) plan::for_each_segment(cut, rule, has_final, true, decay, [&](const plan::Segment& s) { result.reverse.push_back(s); });
+    if (backward)
+      plan::for_each_segment(cut, rule, has_final, true, decay, [&](const plan::Segment& s) { result.reverse.push_back(s); });
     enter(result.forward, result.forward_start, false, v_head, first_prepass);
     enter(result.reverse, result.reverse_start, true, v_head, first_prepass);
     std::reverse(result.reverse.begin(), result.reverse.end());
@@ -160,7 +163,8 @@ class PlanBuilder {
   }
 
  private:
-  void enter(const std::vector<plan::Segment>& walk, std::vector<HeadStart>& starts, bool reverse, int64_t v_head, size_t first_prepass) {
+  void enter(const std::vector<plan::Segment>& walk, std::vector<HeadStart>& starts, bool reverse, int64_t v_head,
+             size_t first_prepass) {
     std::vector<Merge> chain;
     for (size_t j = 0; j < walk.size(); ++j) {
       HeadStart at = start_of(walk[j]);
@@ -254,7 +258,8 @@ void for_each_plan(const Call<T>& call, const plan::CutRule& rule, const qla_ten
         heads.push_back(builder.head(cut, rule, head, seq.has_initial, backward, d_final_state && d_final_state->data,
                                      [&](int64_t chunk) { return decays.at(cut_index[n], chunk, head); }));
       add_streams(plan, n, k_head, tokens, heads);
-      const int64_t bytes = (plan.num_merged * call.state_size + plan.num_transitions * transition_size) * static_cast<int64_t>(sizeof(T));
+      const int64_t bytes =
+          (plan.num_merged * call.state_size + plan.num_transitions * transition_size) * static_cast<int64_t>(sizeof(T));
       if (bytes > kMergeBudget) {
         run(plan);
         plan = StreamPlan{};

@@ -1,4 +1,5 @@
-// The streams of a call: one segment of one sequence for one q/k head and its value heads, with where each value head's walk starts.
+// The streams of a call: one segment of one sequence for one q/k head and its value heads, with where each value head's walk
+// starts.
 #pragma once
 
 #include <cstdint>

@@ -17,6 +17,7 @@ uint16_t float_to_half(float f) {
   const uint16_t sign = std::signbit(f) ? 0x8000 : 0;
   if (std::isnan(f)) return static_cast<uint16_t>(sign | 0x7E00);
   const float magnitude = std::fabs(f);
+  if (magnitude == 0) return sign;
   if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00);
   int exponent;
   std::frexp(magnitude, &exponent);                                  // magnitude < 2^exponent

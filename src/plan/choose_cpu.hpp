@@ -10,9 +10,11 @@
 
 namespace qla::plan {
 
-inline constexpr int64_t kCpuPieces = 32;            // independent pieces of work at which no more cuts pay
-inline constexpr int64_t kCpuLeastSegment = 16;      // chunks: the warm-up of a usual gate is 4
+inline constexpr int64_t kCpuPieces = 16;            // independent pieces of work at which no more cuts pay
+inline constexpr int64_t kCpuLeastSegment = 64;      // chunks: shorter ones spend too much on their warm-up
 inline constexpr int64_t kCpuInvariantSegment = 64;  // batch-invariant: one length for every sequence
+inline constexpr int64_t kCpuSliceColumns = 32;      // of V: what one core takes of a head where heads are few
+inline constexpr int64_t kCpuWarmupShare = 8;  // a warm-up longer than this part of its segment costs more than the cut gains
 
 // max_chunks: upper bound on the chunks of the longest sequence, from shapes (varlen: of T).
 // Value slices come before cuts: they cost nothing extra but the shared intra-chunk stage. `slices` is what the backend cuts V
@@ -35,6 +37,7 @@ inline CutRule choose_cpu(const Policy& policy, int64_t num_seqs, int64_t num_v_
       }
   }
   CutRule rule = rule_for(policy, segment);
+  if (policy.mode == QLA_CP_AUTO) rule.max_warmup_chunks = segment / kCpuWarmupShare;
   // Few cores: a merge's two extra walks cost more than the cut gains, value slices and heads fill the cores. Exact and fixed
   // plans merge.
   rule.join = policy.mode == QLA_CP_AUTO && !rule.exact;
@@ -42,7 +45,8 @@ inline CutRule choose_cpu(const Policy& policy, int64_t num_seqs, int64_t num_v_
 }
 
 inline CutRule choose_cpu(const Policy& policy, const Problem& problem) {
-  return choose_cpu(policy, problem.num_seqs, problem.num_v_heads, 1, ceil_div(problem.total_tokens(), kChunkTokens));
+  return choose_cpu(policy, problem.num_seqs, problem.num_v_heads, ceil_div(problem.v_dim, kCpuSliceColumns),
+                    ceil_div(problem.total_tokens(), kChunkTokens));
 }
 
 inline const char* cpu_reason_text(const Policy& policy, const CutRule& rule) {

@@ -112,6 +112,15 @@ HWY_INLINE void load_panel(const Rows& src, int rows, int first, int n, T* HWY_R
   }
 }
 template <class T>
+void load_strided_panel(const Rows& src, int64_t step, int rows, int first, int n, T* panel) {
+  const int width = n - first < kPanel<T> ? n - first : kPanel<T>;
+  for (int r = 0; r < rows; ++r, panel += kPanel<T>) {
+    const char* row = row_at(src, r);
+    for (int i = 0; i < width; ++i) load_values<T>(src.dtype, row + (first + i) * step * size_of(src.dtype), 1, panel + i);
+    for (int i = width; i < kPanel<T>; ++i) panel[i] = 0;
+  }
+}
+template <class T>
 HWY_INLINE void store_panel(const T* HWY_RESTRICT panel, int rows, int first, int n, const Rows& dst) {
   const int width = n - first < kPanel<T> ? n - first : kPanel<T>;
   for (int r = 0; r < rows; ++r, panel += kPanel<T>) {

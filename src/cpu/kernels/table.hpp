@@ -65,6 +65,7 @@ struct Reverse {
   int v_dim;
   T scale;
   Rows d_o;             // absent: zero
+  int64_t d_o_step;     // elements from one value to the next: a gradient may be an expanded view
   const T* d_state_in;  // dS+, panels of [k_dim][P]
   T* d_state_out;       // dS; may be d_state_in
   T* do_dr;             // panels of [2 c][P]: dO rows 0.., dR rows c..; or nullptr

@@ -77,7 +77,9 @@ void reverse(const Reverse<T>& r, int p_begin, int p_end) {
     T* d_state_out = r.d_state_out + state_at;
     T* d_o = r.do_dr ? r.do_dr + static_cast<int64_t>(p) * 2 * c * kPanel<T> : local;
     T* d_resid = d_o + c * kPanel<T>;
-    if (r.d_o.data)
+    if (r.d_o.data && r.d_o_step != 1)
+      load_strided_panel<T>(r.d_o, r.d_o_step, rows, p * kPanel<T>, r.v_dim, d_o);
+    else if (r.d_o.data)
       load_panel<T>(r.d_o, rows, p * kPanel<T>, r.v_dim, d_o);
     else
       for (int i = 0; i < rows * kPanel<T>; ++i) d_o[i] = 0;
