@@ -30,6 +30,7 @@ DTYPES = {
     torch.uint8: _ffi.UINT8,
 }
 CHUNK = 64
+_empty = torch.empty  # outputs and scratch; tests put one here that fills them with NaN
 MAX_SIGNATURES = 2048  # then the cache starts anew
 DEFAULT_BACKWARD_MIB = 2048
 
@@ -272,14 +273,14 @@ def _sig(x: Tensor | None) -> Any:
 def _workspace(words: Any, nbytes: int, device: Tensor) -> Tensor:
     """Scratch of the call; the caching allocator reuses it in stream order. On the CPU small ones are kept for each thread."""
     if device.is_cuda:
-        space = torch.empty(nbytes, dtype=torch.uint8, device=device.device)
+        space = _empty(nbytes, dtype=torch.uint8, device=device.device)
         words[_W_WORKSPACE] = space.data_ptr()
     else:
         kept: Tensor | None = getattr(_local, "space", None)
         if kept is not None and kept.numel() >= nbytes + 256:
             space = kept
         else:
-            space = torch.empty(nbytes + 256, dtype=torch.uint8, device="cpu")
+            space = _empty(nbytes + 256, dtype=torch.uint8, device="cpu")
             if nbytes <= 4 << 20:
                 _local.space = space
         words[_W_WORKSPACE] = (space.data_ptr() + 255) & ~255
@@ -345,9 +346,9 @@ def forward(
     else:
         words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
     if extras is None:
-        o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+        o = _empty(v.shape, dtype=q.dtype, device=q.device)
     else:
-        o = extras.out if extras.out is not None else torch.empty(v.shape, dtype=q.dtype, device=q.device)
+        o = extras.out if extras.out is not None else _empty(v.shape, dtype=q.dtype, device=q.device)
         for at, x in (
             (_F_CHECKPOINTS, extras.state_checkpoints),
             (_F_A, extras.a_inv),
@@ -359,11 +360,11 @@ def forward(
     words[_F_O] = o.data_ptr() or DUMMY
     final: Tensor | None = None
     if entry.ht_shape:
-        final = torch.empty(entry.ht_shape, dtype=entry.state_dtype, device=q.device)
+        final = _empty(entry.ht_shape, dtype=entry.state_dtype, device=q.device)
         words[_F_HT] = final.data_ptr() or DUMMY
     saved: Tensor | None = None
     if save and entry.saved_bytes:
-        saved = torch.empty(entry.saved_bytes, dtype=torch.uint8, device=q.device)
+        saved = _empty(entry.saved_bytes, dtype=torch.uint8, device=q.device)
         _set_saved(words, _F_SAVED, saved)
     space = _workspace(words, entry.bytes, q) if entry.bytes else None
     status = _run_forward(words)
@@ -423,7 +424,7 @@ def _backward_entry(
     assert q is not None
     entry = _Entry()
     entry.copies = needed_copies(inputs)
-    if d_o is not None and q.is_cuda and not _tma_strides(d_o):
+    if d_o is not None and not (_tma_strides if q.is_cuda else _last_contiguous)(d_o):
         entry.copies += (10,)
     if d_final is not None and not _last_contiguous(d_final):
         entry.copies += (11,)
@@ -484,7 +485,7 @@ def backward(
         words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
     grads: list[Tensor | None] = [None] * len(_GRADS)
     for i, shape, dtype in entry.grads:
-        grad = torch.empty(shape, dtype=dtype, device=q.device)
+        grad = _empty(shape, dtype=dtype, device=q.device)
         words[_B_GRADS[i]] = grad.data_ptr() or DUMMY
         grads[i] = grad
     nbytes = max(entry.bytes, min(entry.best, max_bytes or default_backward_bytes()))

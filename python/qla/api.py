@@ -36,7 +36,7 @@ def cp_policy(auto_cp: object) -> tuple[int, int]:
 def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Under autocast q, k and v are cast to its type, as torch casts the operands of a matrix product (float64 stays)."""
     device = q.device.type
-    if not torch.is_autocast_enabled(device):
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
@@ -145,7 +145,9 @@ def _prepare(
     call.want_final = bool(output_final_state)
     call.grad = ops.needs_grad(call.inputs)
     call.out, call.checkpoints, call.every = out, state_checkpoints, checkpoint_every_n_tokens
-    call.max_bytes = 0 if backward_mib is None else int(backward_mib) << 20
+    if backward_mib is not None and backward_mib < 0:
+        raise ValueError(f"backward_mib: expected 0 (as little as possible) or more MiB, got {backward_mib}; None is the default")
+    call.max_bytes = 0 if backward_mib is None else max(1, int(backward_mib) << 20)
     if call.grad:
         for name, given in (("out", out), ("state_indices", state_indices), ("state_checkpoints", state_checkpoints)):
             if given is not None:

@@ -268,7 +268,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def needs_grad(inputs: Inputs) -> bool:
-    return torch.is_grad_enabled() and any(inputs[j] is not None and inputs[j].requires_grad for j in _call.GRAD_INPUTS)  # type: ignore[union-attr]
+    return torch.is_grad_enabled() and any(getattr(inputs[j], "requires_grad", False) for j in _call.GRAD_INPUTS)
 
 
 def _plain_eager(inputs: Inputs) -> bool:
