@@ -7,7 +7,9 @@
 
 #include "core/backend.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
+#include "cuda/kernels/cp_merge/launch.hpp"
 #include "cuda/kernels/forward/launch.hpp"
+#include "cuda/kernels/plan_segments/launch.hpp"
 
 namespace qla::cuda {
 namespace {
@@ -72,6 +74,8 @@ void prepare_kernels(const Device& device) {
   const std::lock_guard hold(e.lock);
   if (e.prepared.load(std::memory_order_relaxed)) return;
   check_cuda(intra::prepare(), "chunk_intra: cudaFuncSetAttribute");
+  check_cuda(segments::prepare(), "plan_segments: cudaFuncSetAttribute");
+  check_cuda(cp_merge::prepare(), "cp_merge: cudaFuncSetAttribute");
   prepare_forward();
   e.prepared.store(true, std::memory_order_release);
 }

@@ -72,4 +72,12 @@ struct PlanHeader {     // first bytes of the plan buffer; items follow at a 256
 };
 static_assert(sizeof(PlanHeader) == 64);
 
+// Merged start states of one (sequence, value head): entries first .. first + count - 1 of the [V][K] fp32 buffers, one behind each merged boundary.
+// Before the merge an entry holds S_ext; where transitions[entry] is set, (C1) with M (in the second half of the buffers) and the entry before makes
+// it the start state, else it already is.
+struct MergeChain {
+  int32_t first, count;
+};
+inline constexpr int kStateFloats = 128 * 128;
+
 }  // namespace qla::cuda

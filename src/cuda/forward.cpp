@@ -1,16 +1,20 @@
 // The CUDA forward: plan -> intra-chunk stage -> recurrence, three launches chained by programmatic dependent launch. Nothing
 // here allocates, synchronises or asks the device anything; the first call on a device loads the kernels (qla_prepare does it
 // ahead).
+#include <algorithm>
 #include <vector>
 
 #include "core/backend.hpp"
 #include "core/status.hpp"
 #include "core/tensor_view.hpp"
 #include "core/values.hpp"
+#include "cuda/capabilities.hpp"
 #include "cuda/device.hpp"
 #include "cuda/kernels/chunk_export/launch.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
+#include "cuda/kernels/cp_merge/launch.hpp"
 #include "cuda/kernels/forward/launch.hpp"
+#include "cuda/kernels/plan_segments/cut.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "cuda/tensor_map.hpp"
 #include "cuda/workspace.hpp"
@@ -21,21 +25,22 @@ namespace {
 
 constexpr int64_t kMostSlots = int64_t(1) << 31;
 
-plan::Choice choose_plan(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
+struct Plan {
   plan::Shape shape;
-  shape.total_tokens = p.total_tokens();
-  shape.num_seqs = p.num_seqs;
-  shape.num_v_heads = p.num_v_heads;
-  shape.group = p.group();
-  shape.equal_lengths = !p.varlen;
-  shape.may_cut = !present(args.state_indices);
-  plan::Capabilities can;
-  can.fused = false;
-  can.segments = false;
-  return plan::choose(plan::costs_for(device.multiprocessors, device.major), shape, plan::make_policy(args, p.dtype), can);
+  plan::Choice choice;
+  ForwardCounts counts;
+};
+Plan make_plan(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
+  Plan plan;
+  plan.shape = plan::shape_of(args, p);
+  plan.choice =
+      plan::choose(plan::costs_for(device.multiprocessors, device.major), plan.shape, plan::make_policy(args, p.dtype), kForwardCapabilities);
+  plan.counts.items = plan::most_items(plan.shape, plan.choice);
+  plan.counts.v_parts = plan.choice.value_splits;
+  plan.counts.cut = plan.choice.rule.segment_chunks > 0;
+  plan.counts.end_states = plan::most_end_states(plan.shape, plan.choice);
+  return plan;
 }
-
-int64_t most_items(const Problem& p, const plan::Choice& choice) { return p.num_seqs * p.num_v_heads * choice.value_splits; }
 
 TokenMapShape map_shape(const qla_tensor& t) {
   TokenMapShape s;
@@ -102,8 +107,7 @@ void validate_values(const qla_gdn_forward_args& args, const Problem& p, cudaStr
   }
 }
 
-segments::Args plan_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b,
-                         const plan::Choice& choice) {
+segments::Args plan_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan) {
   segments::Args a{};
   if (p.varlen) {
     a.cu_seqlens = args.cu_seqlens.data;
@@ -115,11 +119,25 @@ segments::Args plan_args(const qla_gdn_forward_args& args, const Problem& p, con
   a.tokens = p.tokens;
   a.slots = int32_t(p.chunk_slots());
   a.num_v_heads = int32_t(p.num_v_heads);
-  a.v_parts = choice.value_splits;
+  a.v_parts = plan.choice.value_splits;
   a.checkpoint_every_chunks = int32_t(args.checkpoint_every_n_tokens / kChunk);
   a.header = b.header;
   a.items = b.items;
   a.chunk_table = b.chunk_table;
+  return a;
+}
+
+segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan) {
+  segments::CutArgs a{};
+  a.plan = plan_args(args, p, b, plan);
+  a.rule = plan.choice.rule;
+  a.decay = b.decay;
+  a.need_bases = present(args.h) || present(args.state_checkpoints);
+  a.most_states = int32_t(plan.counts.end_states);
+  a.pre_header = b.pre_header;
+  a.pre_items = b.pre_items;
+  a.chains = b.chains;
+  a.transitions = b.transitions;
   return a;
 }
 
@@ -143,12 +161,12 @@ intra::Args intra_args(const qla_gdn_forward_args& args, const Problem& p, const
   a.abar = b.saved.abar;
   a.pg = b.pg;
   a.vec = b.saved.vec;
+  a.decay = b.decay;
   a.vec_backward = present(args.saved) || present(args.g_cumsum) || present(args.q_rnorm) || present(args.k_rnorm);
   return a;
 }
 
-ForwardParams forward_params(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b,
-                             const plan::Choice& choice) {
+ForwardParams forward_params(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan) {
   ForwardParams f;
   f.dtype = p.dtype;
   f.batch = p.batch;
@@ -161,8 +179,8 @@ ForwardParams forward_params(const qla_gdn_forward_args& args, const Problem& p,
   f.o = token_view(args.o);
   f.plan = b.header;
   f.items = b.items;
-  f.max_items = int32_t(most_items(p, choice));
-  f.v_parts = choice.value_splits;
+  f.max_items = int32_t(plan.counts.items);
+  f.v_parts = plan.choice.value_splits;
   f.abar = b.saved.abar;
   f.pg = b.pg;
   f.vec = b.saved.vec;
@@ -174,7 +192,21 @@ ForwardParams forward_params(const qla_gdn_forward_args& args, const Problem& p,
   f.state_indices_dtype = args.state_indices.dtype;
   f.has_initial_state = static_cast<const uint8_t*>(args.has_initial_state.data);
   f.checkpoint_every_chunks = int32_t(args.checkpoint_every_n_tokens / kChunk);
+  f.merged = b.states;
   f.dependent = true;
+  return f;
+}
+// S_ext and M of the segments whose successor is merged
+ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b, const Plan& plan) {
+  ForwardParams f = main;
+  f.output = false;
+  f.plan = b.pre_header;
+  f.items = b.pre_items;
+  f.max_items = int32_t(2 * plan.counts.end_states * plan.counts.v_parts);
+  f.pg = nullptr;
+  f.final_state = f.checkpoints = f.h = {};
+  f.merged = nullptr;
+  f.end_states = b.states;
   return f;
 }
 
@@ -234,7 +266,7 @@ void forward_check(const qla_gdn_forward_args& args, const Problem& p) {
 
 size_t forward_workspace(const qla_gdn_forward_args& args, const Problem& p) {
   const Device& device = device_of(args.device);
-  return lay_out_forward(nullptr, p, most_items(p, choose_plan(args, p, device)), args.saved.data).bytes;
+  return lay_out_forward(nullptr, p, make_plan(args, p, device).counts, args.saved.data).bytes;
 }
 
 size_t forward_saved(const qla_gdn_forward_args&, const Problem& p) { return lay_out_saved(nullptr, p).bytes; }
@@ -247,10 +279,12 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
   const auto stream = static_cast<cudaStream_t>(args.stream);
   if (p.validate_values) validate_values(args, p, stream);
   if (p.num_v_heads == 0) return;
-  const plan::Choice choice = choose_plan(args, p, device);
-  const ForwardBuffers b = lay_out_forward(args.workspace, p, most_items(p, choice), args.saved.data);
+  const Plan plan = make_plan(args, p, device);
+  const ForwardBuffers b = lay_out_forward(args.workspace, p, plan.counts, args.saved.data);
 
-  check_cuda(segments::launch(plan_args(args, p, b, choice), device.multiprocessors, stream), "plan_segments");
+  segments::Args table = plan_args(args, p, b, plan);
+  if (plan.counts.cut) table.items = nullptr;  // written behind the intra-chunk stage, which has the gates
+  check_cuda(segments::launch(table, device.multiprocessors, stream), "plan_segments");
   if (p.total_tokens() > 0) {
     const bool bf16 = p.dtype == QLA_BFLOAT16;
     const CUtensorMap map_k = make_token_map(map_shape(args.k), bf16, "k"), map_q = make_token_map(map_shape(args.q), bf16, "q");
@@ -258,7 +292,17 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
     if (wants_export(args)) export_outputs(args, p, b, device, stream);
     if (present(args.a_inv)) export_ungated(args, p, b, map_k, device, stream);
   }
-  launch_forward(forward_params(args, p, b, choice), device.multiprocessors, stream);
+  const ForwardParams params = forward_params(args, p, b, plan);
+  if (plan.counts.cut) {
+    segments::CutArgs cut = cut_args(args, p, b, plan);
+    check_cuda(segments::launch_cut(cut, stream), "cut_items");
+    if (plan.counts.end_states > 0) {
+      launch_forward(pre_pass_params(params, b, plan), device.multiprocessors, stream);
+      const cp_merge::Args merge{b.pre_header, b.chains, b.transitions, b.states, b.states + plan.counts.end_states * kStateFloats};
+      check_cuda(cp_merge::launch(merge, std::min(plan.counts.end_states, p.num_seqs * p.num_v_heads), device.multiprocessors, stream), "cp_merge");
+    }
+  }
+  launch_forward(params, device.multiprocessors, stream);
 }
 
 }  // namespace qla::cuda

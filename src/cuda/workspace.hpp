@@ -29,16 +29,37 @@ struct ForwardBuffers {
   WorkItem* items;
   ChunkRecord* chunk_table;
   uint8_t* pg;
-  Saved saved;  // in the workspace where the caller keeps nothing
+  // context parallelism
+  float* decay;              // [slot][HV]
+  PlanHeader* pre_header;
+  WorkItem* pre_items;
+  MergeChain* chains;
+  uint8_t* transitions;
+  float* states;             // S_ext and start states, then M
+  Saved saved;               // in the workspace where the caller keeps nothing
   size_t bytes;
 };
-inline ForwardBuffers lay_out_forward(void* base, const Problem& p, int64_t max_items, void* saved) {
+struct ForwardCounts {
+  int64_t items = 0;        // bound on the work items of the main pass
+  int64_t v_parts = 1;
+  bool cut = false;
+  int64_t end_states = 0;   // bound on merged boundaries
+};
+inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const ForwardCounts& n, void* saved) {
   plan::Layout layout(base);
-  ForwardBuffers b;
+  ForwardBuffers b{};
   b.header = layout.take<PlanHeader>(1);
-  b.items = layout.take<WorkItem>(max_items);
+  b.items = layout.take<WorkItem>(n.items);
   b.chunk_table = layout.take<ChunkRecord>(p.chunk_slots());
   b.pg = layout.take<uint8_t>(p.chunk_slots() * p.num_v_heads * kTileBytes);
+  if (n.cut) {
+    b.decay = layout.take<float>(p.chunk_slots() * p.num_v_heads);
+    b.pre_header = layout.take<PlanHeader>(1);
+    b.pre_items = layout.take<WorkItem>(2 * n.end_states * n.v_parts);
+    b.chains = layout.take<MergeChain>(p.num_seqs * p.num_v_heads);
+    b.transitions = layout.take<uint8_t>(n.end_states);
+    b.states = layout.take<float>(2 * n.end_states * kStateFloats);
+  }
   if (saved) {
     b.saved = lay_out_saved(saved, p);
   } else {

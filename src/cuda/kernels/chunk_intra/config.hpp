@@ -32,6 +32,7 @@ struct Args {
   uint8_t* pg;           // the same, or nullptr
   float* vec;            // [slot][HV][kVecFloats]; nullptr: not written
   int32_t vec_backward;  // 1: part B of the records, too
+  float* decay;          // [slot][HV] sum of ghat (C4) over the chunk, or nullptr; NaN where k, g or beta is not finite
   void* a_inv;           // the ungated form only: (F2) [B, T, HV, 64] in q's dtype, any strides
   int64_t a_inv_stride[4];
 };
@@ -48,11 +49,11 @@ inline constexpr int kHeads = 4;  // value heads of one item
 //   s_u      6 KiB  diagonal blocks of U, fp32
 //   s_vec    2 KiB  [head] cumsum (base 2) [64], beta [64]
 //   s_raw    4 KiB  [head] gate [64], beta [64] as they lie in memory, 8 bytes each
-//   s_norm  .5 KiB  rk [64], rq [64]
+//   s_norm .75 KiB  rk [64], rq [64], |k|^2 (normalised) [64]
 //   barrier, next item
 inline constexpr int kSmemKq = 0, kSmemAbar = 32768, kSmemPg = kSmemAbar + kTileBytes, kSmemEx = kSmemPg + kTileBytes,
                      kSmemU = kSmemEx + 8192, kSmemVec = kSmemU + 6144, kSmemRaw = kSmemVec + 512 * kHeads,
-                     kSmemNorm = kSmemRaw + 1024 * kHeads, kSmemBar = kSmemNorm + 512, kSmemItem = kSmemBar + 16,
+                     kSmemNorm = kSmemRaw + 1024 * kHeads, kSmemBar = kSmemNorm + 768, kSmemItem = kSmemBar + 16,
                      kSmemBytes = kSmemItem + 48;
 static_assert((kSmemBytes + 1024) * kCtasPerSm <= 233472, "three CTAs a SM");
 

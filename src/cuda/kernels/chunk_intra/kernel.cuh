@@ -174,6 +174,32 @@ __device__ __forceinline__ void gate_vectors(uint32_t smem, const Args& a, const
   }
 }
 
+// |k_j|^2 of this warp's rows: the diagonal of K K^T, two elements of which every eighth lane or so holds
+template <int Regs>
+__device__ __forceinline__ void put_key_squares(uint32_t smem, const float (&acc)[Regs], int warp, int lane) {
+  const int r = lane / 4;
+  if (lane % 4 != r / 2) return;
+  float low = 0.f, high = 0.f;
+#pragma unroll
+  for (int w = 0; w < 4; w++) {  // a register index that the compiler knows
+    if (w != warp) continue;
+    low = r % 2 ? acc[8 * w + 1] : acc[8 * w];
+    high = r % 2 ? acc[8 * w + 7] : acc[8 * w + 6];
+  }
+  ptx::sts(smem + kSmemNorm + 512 + (16 * warp + r) * 4, low);
+  ptx::sts(smem + kSmemNorm + 512 + (16 * warp + r + 8) * 4, high);
+}
+// (C4) a warp a head, after s_vec and the squares are written
+__device__ __forceinline__ void put_decay(uint32_t smem, const Args& a, const Item& it, int head, int lane) {
+  const float2 beta = ptx::lds2(smem + kSmemVec + head * 512 + 256 + lane * 8), k2 = ptx::lds2(smem + kSmemNorm + 512 + lane * 8);
+  const float through = ptx::lds(smem + kSmemVec + head * 512 + 63 * 4);
+  float growth = log2_approx(max_keep_nan(beta.x * k2.x - 1.f, 1.f)) + log2_approx(max_keep_nan(beta.y * k2.y - 1.f, 1.f));
+  // inf - inf: a key that is not finite, with beta = 0 or not
+  growth += (k2.x - k2.x) + (k2.y - k2.y);
+  const float sum = (warp_sum(growth) + through) * kLn2;
+  if (lane == 0) a.decay[int64_t(it.slot) * a.num_v_heads + it.v_head + head] = sum;
+}
+
 // What a head's stage needs besides the products. `lane` is opaque to the compiler: addresses are made anew for every head.
 struct Head {
   uint32_t vec, smem;
@@ -401,7 +427,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         acc[4 * n + 3] *= rk1 * r.y;
       }
     }
+    if (a.decay) put_key_squares(smem, acc, warp, lane);
     __syncthreads();
+    if (a.decay && warp < it.heads) put_decay(smem, a, it, warp, lane);
     more = skip_unused();
     if (more) prefetch();
     int64_t out = (int64_t(it.slot) * a.num_v_heads + it.v_head) * kTileBytes;

@@ -2,15 +2,37 @@
 
 #include <algorithm>
 
+#include "cuda/kernels/plan_segments/cut.cuh"
 #include "cuda/kernels/plan_segments/kernel.cuh"
 
 namespace qla::cuda::segments {
+namespace {
+constexpr int64_t kStagedBytes = 160 * 1024;
+}
+
+cudaError_t prepare() { return cudaFuncSetAttribute(cut_items, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kStagedBytes)); }
 
 cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream) {
   const int64_t work = std::max<int64_t>(args.slots, args.num_seqs);
   const int64_t ctas = std::clamp<int64_t>((work + kThreads - 1) / kThreads, 1, 2 * multiprocessors);
   plan_segments<<<unsigned(ctas), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
+}
+
+cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) {
+  const int64_t bytes = int64_t(args.plan.slots) * args.plan.num_v_heads * int64_t(sizeof(float));
+  args.staged = bytes <= kStagedBytes;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kCutThreads);
+  config.dynamicSmemBytes = args.staged ? size_t(bytes) : 0;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, cut_items, args);
 }
 
 }  // namespace qla::cuda::segments

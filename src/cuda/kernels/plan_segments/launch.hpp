@@ -1,4 +1,4 @@
-// plan_segments: launch.
+// plan_segments: launches. CutArgs is in cut.hpp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +7,10 @@
 
 namespace qla::cuda::segments {
 
+cudaError_t prepare();  // once a device
 cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream);
+// after chunk_intra, where sequences are cut
+struct CutArgs;
+cudaError_t launch_cut(CutArgs& args, cudaStream_t stream);
 
 }  // namespace qla::cuda::segments
