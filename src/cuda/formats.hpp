@@ -1,8 +1,9 @@
 // Layouts in device memory that kernels hand to each other. Host- and device-includable; no CUDA types.
 //
-// Chunk slots: sequence n with first token bos (counted over the whole [B * T] buffer) owns slots bos / 64 + n + c for its chunks c = 0, 1, ..;
-// these never collide and number at most B * T / 64 + N, so nothing needs a prefix sum over the lengths, and shapes alone size every buffer.
-// The first slot after a sequence's last chunk and before the next one's first may be unused: its record has rows = 0.
+// Chunk slots: sequence n with first token bos (counted over the whole [B * T] buffer) owns slots bos / 64 + n + c for its chunks
+// c = 0, 1, ..; these never collide and number at most B * T / 64 + N, so nothing needs a prefix sum over the lengths, and shapes
+// alone size every buffer. The first slot after a sequence's last chunk and before the next one's first may be unused: its record
+// has rows = 0.
 //
 // All [slot][value head] arrays: index = slot * num_v_heads + v_head.
 #pragma once
@@ -11,16 +12,17 @@
 
 namespace qla::cuda {
 
-struct ChunkRecord {     // chunk_table[slot], written by the plan kernel
-  int64_t token;         // first token, over [B * T]
-  int32_t rows;          // 1..64; 0: unused slot
+struct ChunkRecord {  // chunk_table[slot], written by the plan kernel
+  int64_t token;      // first token, over [B * T]
+  int32_t rows;       // 1..64; 0: unused slot
   int32_t sequence;
 };
 static_assert(sizeof(ChunkRecord) == 16);
 
-// Abar (F3) and Pg (F6): lower 16 x 16 blocks only, 16-bit, four panels, one a k16 step: panel w holds rows 16 w .. 63 of columns 16 w .. 16 w + 15,
-// 32 bytes a row, 32-byte swizzle (byte ^= (byte >> 7 & 1) << 4), panels back to back at 0, 2048, 3584, 4608.
-// The consumer lays panel w at 2560 w of an 8-KiB tile whose other bytes are standing zeros and reads k16 step w as a 64-row right operand at 2048 w.
+// Abar (F3) and Pg (F6): lower 16 x 16 blocks only, 16-bit, four panels, one a k16 step: panel w holds rows 16 w .. 63 of columns
+// 16 w .. 16 w + 15, 32 bytes a row, 32-byte swizzle (byte ^= (byte >> 7 & 1) << 4), panels back to back at 0, 2048, 3584, 4608.
+// The consumer lays panel w at 2560 w of an 8-KiB tile whose other bytes are standing zeros and reads k16 step w as a 64-row
+// right operand at 2048 w.
 inline constexpr int kTileBytes = 5120;
 inline constexpr int kTileSmemBytes = 8192;
 constexpr int panel_offset(int w) { return w * 2048 - w * (w - 1) / 2 * 512; }
@@ -32,49 +34,50 @@ constexpr int panel_bytes(int w) { return 2048 - 512 * w; }
 //   e_scale = tail_i beta_i rk_i on Delta            (F8)
 //   gamma   = exp(g_i); gamma[63] is gamma_C of the chunk, also of a tail chunk (raw gate 0 in rows past the end)
 // Part B (1 KiB, for backward): g (natural-log cumsum), beta, rk, rq.
-// Pg carries scale, rq_i (rows), rk_j beta_j (columns): O = q_scale (Q S) + Pg Delta. Abar carries rk_i rk_j beta_j inside the inverse.
+// Pg carries scale, rq_i (rows), rk_j beta_j (columns): O = q_scale (Q S) + Pg Delta. Abar carries rk_i rk_j beta_j inside the
+// inverse.
 inline constexpr int kVecK = 0, kVecQ = 64, kVecE = 128, kVecGamma = 192, kVecG = 256, kVecBeta = 320, kVecRk = 384, kVecRq = 448;
-inline constexpr int kVecFloats = 512;          // one record: 2 KiB at vec[index]
-inline constexpr int kVecBytesForward = 1024;   // part A
+inline constexpr int kVecFloats = 512;         // one record: 2 KiB at vec[index]
+inline constexpr int kVecBytesForward = 1024;  // part A
 
-// One unit of work of a recurrence kernel (forward, state pass, reverse pass), written by the plan kernel: a segment of one value head,
-// all of V or one half of it. Kernels walk `chunks` chunks from slot `slot` on (the reverse pass from the last one down).
+// One unit of work of a recurrence kernel (forward, state pass, reverse pass), written by the plan kernel: a segment of one value
+// head, all of V or one half of it. Kernels walk `chunks` chunks from slot `slot` on (the reverse pass from the last one down).
 struct WorkItem {
-  int64_t token;        // first token of the first chunk walked, warm-up included, over [B * T]
-  int32_t slot;         // its chunk slot; consecutive chunks of a sequence have consecutive slots
-  int32_t chunks;       // chunks walked, warm-up included; 0: an empty sequence (only its final state is written)
-  int32_t warmup;       // of these, walked first with output off
-  int32_t last_rows;    // rows of the last chunk walked, 1..64
+  int64_t token;      // first token of the first chunk walked, warm-up included, over [B * T]
+  int32_t slot;       // its chunk slot; consecutive chunks of a sequence have consecutive slots
+  int32_t chunks;     // chunks walked, warm-up included; 0: an empty sequence (only its final state is written)
+  int32_t warmup;     // of these, walked first with output off
+  int32_t last_rows;  // rows of the last chunk walked, 1..64
   int32_t sequence;
   int32_t v_head;
-  int32_t v_part;       // 0 or 1: which 64 value columns with V-split; 0 otherwise
-  int32_t start;        // QLA_START_*
-  int32_t start_index;  // QLA_START_MERGED: index into the merged start states (fp32 [V][K] of a head, written by cp_merge)
-  int32_t is_last;      // 1: the sequence's last segment: writes the final state
-  int32_t segment;      // index of the segment in its sequence
-  int32_t first_chunk;     // index in its sequence of the first chunk walked
-  int32_t chunk_base;      // chunks of all earlier sequences: row of the h snapshots is chunk_base + chunk
-  int32_t checkpoint_base; // state checkpoints of all earlier sequences
+  int32_t v_part;           // 0 or 1: which 64 value columns with V-split; 0 otherwise
+  int32_t start;            // QLA_START_*
+  int32_t start_index;      // QLA_START_MERGED: index into the merged start states (fp32 [V][K] of a head, written by cp_merge)
+  int32_t is_last;          // 1: the sequence's last segment: writes the final state
+  int32_t segment;          // index of the segment in its sequence
+  int32_t first_chunk;      // index in its sequence of the first chunk walked
+  int32_t chunk_base;       // chunks of all earlier sequences: row of the h snapshots is chunk_base + chunk
+  int32_t checkpoint_base;  // state checkpoints of all earlier sequences
 };
 static_assert(sizeof(WorkItem) == 64);
 
-// Beside QLA_START_*: S = I and V = 0, the item that computes a segment's transition (C2). Items of the pre-pass (no output) use start_index as the
-// index of the fp32 [V][K] buffer their end state goes to.
+// Beside QLA_START_*: S = I and V = 0, the item that computes a segment's transition (C2). Items of the pre-pass (no output) use
+// start_index as the index of the fp32 [V][K] buffer their end state goes to.
 inline constexpr int32_t kStartIdentity = 4;
 
-struct PlanHeader {     // first bytes of the plan buffer; items follow at a 256-byte boundary
+struct PlanHeader {  // first bytes of the plan buffer; items follow at a 256-byte boundary
   int32_t num_items;
-  int32_t next_item;    // queue counter of a persistent grid; reset by the plan kernel
+  int32_t next_item;  // queue counter of a persistent grid; reset by the plan kernel
   int32_t num_merges;
-  int32_t valid_tokens; // 1: boundaries were in range; 0: clamped (never written outside the buffers)
-  int64_t end_token;    // first token past the last sequence: rows from here on are written as zeros
+  int32_t valid_tokens;  // 1: boundaries were in range; 0: clamped (never written outside the buffers)
+  int64_t end_token;     // first token past the last sequence: rows from here on are written as zeros
   int32_t reserved[10];
 };
 static_assert(sizeof(PlanHeader) == 64);
 
-// Merged start states of one (sequence, value head): entries first .. first + count - 1 of the [V][K] fp32 buffers, one behind each merged boundary.
-// Before the merge an entry holds S_ext; where transitions[entry] is set, (C1) with M (in the second half of the buffers) and the entry before makes
-// it the start state, else it already is.
+// Merged start states of one (sequence, value head): entries first .. first + count - 1 of the [V][K] fp32 buffers, one behind
+// each merged boundary. Before the merge an entry holds S_ext; where transitions[entry] is set, (C1) with M (in the second half
+// of the buffers) and the entry before makes it the start state, else it already is.
 struct MergeChain {
   int32_t first, count;
 };

@@ -33,11 +33,14 @@ struct Plan {
 Plan make_plan(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
   Plan plan;
   plan.shape = plan::shape_of(args, p);
-  plan.choice =
-      plan::choose(plan::costs_for(device.multiprocessors, device.major), plan.shape, plan::make_policy(args, p.dtype), kForwardCapabilities);
+  plan.choice = plan::choose(plan::costs_for(device.multiprocessors, device.major), plan.shape, plan::make_policy(args, p.dtype),
+                             kForwardCapabilities);
   plan.counts.items = plan::most_items(plan.shape, plan.choice);
   plan.counts.v_parts = plan.choice.value_splits;
+  // Few heads need the pre-pass where warm-up serves the others: then it is short of CTAs, and halves of V finish sooner.
+  plan.counts.pre_v_parts = plan.choice.rule.exact ? plan.choice.value_splits : 2;
   plan.counts.cut = plan.choice.rule.segment_chunks > 0;
+  plan.counts.units = plan.counts.items / plan.choice.value_splits;
   plan.counts.end_states = plan::most_end_states(plan.shape, plan.choice);
   return plan;
 }
@@ -134,6 +137,9 @@ segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, c
   a.decay = b.decay;
   a.need_bases = present(args.h) || present(args.state_checkpoints);
   a.most_states = int32_t(plan.counts.end_states);
+  a.most_units = int32_t(plan.counts.units);
+  a.units = b.units;
+  a.pre_v_parts = int32_t(plan.counts.pre_v_parts);
   a.pre_header = b.pre_header;
   a.pre_items = b.pre_items;
   a.chains = b.chains;
@@ -141,7 +147,23 @@ segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, c
   return a;
 }
 
-intra::Args intra_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b) {
+// Items a q/k head. Fewer value heads an item repeat K [K;Q]^T but fill the card sooner: rounds of CTAs times microseconds of an item.
+int32_t intra_parts(const Problem& p, const Device& device) {
+  const int64_t ctas = int64_t(device.multiprocessors) * intra::kCtasPerSm, group = p.group();
+  int64_t best = 0;
+  double best_us = 0;
+  for (int64_t parts = plan::ceil_div(group, intra::kHeads); parts <= group; parts++) {
+    const int64_t per = plan::ceil_div(group, parts);
+    if ((parts - 1) * per >= group) continue;  // the last one would be empty
+    const double us = double(plan::ceil_div(p.chunk_slots() * p.num_k_heads * parts, ctas)) * (3.0 + 1.45 * double(per));
+    if (best != 0 && us >= best_us) continue;
+    best = parts;
+    best_us = us;
+  }
+  return int32_t(best);
+}
+
+intra::Args intra_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Device& device) {
   intra::Args a{};
   a.chunk_table = b.chunk_table;
   a.tokens = p.tokens;
@@ -150,7 +172,7 @@ intra::Args intra_args(const qla_gdn_forward_args& args, const Problem& p, const
   a.num_k_heads = int32_t(p.num_k_heads);
   a.num_v_heads = int32_t(p.num_v_heads);
   a.group = int32_t(p.group());
-  a.parts = (a.group + intra::kHeads - 1) / intra::kHeads;
+  a.parts = intra_parts(p, device);
   a.per = (a.group + a.parts - 1) / a.parts;
   a.flags = args.flags;
   a.scale = float(p.scale);
@@ -202,7 +224,8 @@ ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b
   f.output = false;
   f.plan = b.pre_header;
   f.items = b.pre_items;
-  f.max_items = int32_t(2 * plan.counts.end_states * plan.counts.v_parts);
+  f.max_items = int32_t(2 * plan.counts.end_states * plan.counts.pre_v_parts);
+  f.v_parts = int32_t(plan.counts.pre_v_parts);
   f.pg = nullptr;
   f.final_state = f.checkpoints = f.h = {};
   f.merged = nullptr;
@@ -235,7 +258,7 @@ void export_outputs(const qla_gdn_forward_args& args, const Problem& p, const Fo
 }
 void export_ungated(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const CUtensorMap& map_k,
                     const Device& device, cudaStream_t stream) {
-  intra::Args a = intra_args(args, p, b);
+  intra::Args a = intra_args(args, p, b, device);
   a.a_inv = args.a_inv.data;
   for (int i = 0; i < 4; i++) a.a_inv_stride[i] = args.a_inv.stride[i];
   check_cuda(intra::launch_ungated(p.dtype, map_k, a, device.multiprocessors, true, stream), "chunk_intra");
@@ -288,7 +311,7 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
   if (p.total_tokens() > 0) {
     const bool bf16 = p.dtype == QLA_BFLOAT16;
     const CUtensorMap map_k = make_token_map(map_shape(args.k), bf16, "k"), map_q = make_token_map(map_shape(args.q), bf16, "q");
-    check_cuda(intra::launch(p.dtype, map_k, map_q, intra_args(args, p, b), device.multiprocessors, true, stream), "chunk_intra");
+    check_cuda(intra::launch(p.dtype, map_k, map_q, intra_args(args, p, b, device), device.multiprocessors, true, stream), "chunk_intra");
     if (wants_export(args)) export_outputs(args, p, b, device, stream);
     if (present(args.a_inv)) export_ungated(args, p, b, map_k, device, stream);
   }
@@ -298,8 +321,11 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
     check_cuda(segments::launch_cut(cut, stream), "cut_items");
     if (plan.counts.end_states > 0) {
       launch_forward(pre_pass_params(params, b, plan), device.multiprocessors, stream);
-      const cp_merge::Args merge{b.pre_header, b.chains, b.transitions, b.states, b.states + plan.counts.end_states * kStateFloats};
-      check_cuda(cp_merge::launch(merge, std::min(plan.counts.end_states, p.num_seqs * p.num_v_heads), device.multiprocessors, stream), "cp_merge");
+      const cp_merge::Args merge{b.pre_header, b.chains, b.transitions, b.states,
+                                 b.states + plan.counts.end_states * kStateFloats};
+      check_cuda(
+          cp_merge::launch(merge, std::min(plan.counts.end_states, p.num_seqs * p.num_v_heads), device.multiprocessors, stream),
+          "cp_merge");
     }
   }
   launch_forward(params, device.multiprocessors, stream);

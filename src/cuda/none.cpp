@@ -7,7 +7,8 @@
 namespace qla::cuda {
 namespace {
 [[noreturn]] void refuse() {
-  throw Error(QLA_NOT_SUPPORTED, "backend: this libqla was built without CUDA; use CPU tensors, or a build made where nvcc is installed");
+  throw Error(QLA_NOT_SUPPORTED,
+              "backend: this libqla was built without CUDA; use CPU tensors, or a build made where nvcc is installed");
 }
 }  // namespace
 void device_count(int* count) { *count = 0; }

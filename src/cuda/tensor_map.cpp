@@ -7,8 +7,9 @@
 namespace qla::cuda {
 namespace {
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // libcuda is not linked: the library must load where there is no driver
 Encode encode_function() {
@@ -26,7 +27,9 @@ Encode encode_function() {
 const char* token_map_obstacle(const TokenMapShape& s) {
   if (reinterpret_cast<uintptr_t>(s.data) % 16 != 0) return "base address is not a multiple of 16 bytes";
   // a dimension of one element may have any stride
-  auto bad = [](int64_t extent, int64_t stride) { return extent > 1 && (stride < 0 || stride % 8 != 0 || stride >= int64_t(1) << 39); };
+  auto bad = [](int64_t extent, int64_t stride) {
+    return extent > 1 && (stride < 0 || stride % 8 != 0 || stride >= int64_t(1) << 39);
+  };
   if (bad(s.heads, s.stride_h)) return "head stride is not a multiple of 16 bytes";
   if (bad(s.tokens, s.stride_t)) return "token stride is not a multiple of 16 bytes";
   if (bad(s.batch, s.stride_b)) return "batch stride is not a multiple of 16 bytes";
@@ -35,17 +38,20 @@ const char* token_map_obstacle(const TokenMapShape& s) {
 
 CUtensorMap make_token_map(const TokenMapShape& s, bool bf16, const char* name) {
   const Encode encode = encode_function();
-  if (!encode) throw Error(QLA_CUDA_ERROR, concat(name, ": cuTensorMapEncodeTiled not found in the driver; expected CUDA 12 or later"));
+  if (!encode)
+    throw Error(QLA_CUDA_ERROR, concat(name, ": cuTensorMapEncodeTiled not found in the driver; expected CUDA 12 or later"));
   CUtensorMap map;
   auto stride = [](int64_t extent, int64_t elements) { return cuuint64_t(extent > 1 ? elements * 2 : 256); };
   const cuuint64_t dims[4] = {128, cuuint64_t(s.heads), cuuint64_t(s.tokens), cuuint64_t(s.batch)};
   const cuuint64_t strides[3] = {stride(s.heads, s.stride_h), stride(s.tokens, s.stride_t), stride(s.batch, s.stride_b)};
   const cuuint32_t box[4] = {64, 1, 64, 1}, element[4] = {1, 1, 1, 1};
-  const CUresult r = encode(&map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, const_cast<void*>(s.data), dims, strides, box, element,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult r = encode(&map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+                            const_cast<void*>(s.data), dims, strides, box, element, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (r != CUDA_SUCCESS)
-    throw Error(QLA_CUDA_ERROR, concat(name, ": cuTensorMapEncodeTiled gave ", int(r), " for base ", s.data, ", dims 128 x ", s.heads, " x ", s.tokens, " x ", s.batch, ", strides in bytes ",
-                                       strides[0], ", ", strides[1], ", ", strides[2]));
+    throw Error(QLA_CUDA_ERROR,
+                concat(name, ": cuTensorMapEncodeTiled gave ", int(r), " for base ", s.data, ", dims 128 x ", s.heads, " x ",
+                       s.tokens, " x ", s.batch, ", strides in bytes ", strides[0], ", ", strides[1], ", ", strides[2]));
   return map;
 }
 

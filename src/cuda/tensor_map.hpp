@@ -14,8 +14,9 @@ struct TokenMapShape {
   int64_t batch = 0, tokens = 0, heads = 0;
 };
 
-// dims {128, heads, tokens, batch}, box {64, 1, 64, 1}, 128-byte swizzle: one copy is a 64-column panel of 64 tokens (8 KiB). Coordinates (column, head,
-// token of the batch row, batch row). Throws Error naming `name` and all fields when the driver refuses.
+// dims {128, heads, tokens, batch}, box {64, 1, 64, 1}, 128-byte swizzle: one copy is a 64-column panel of 64 tokens (8 KiB).
+// Coordinates (column, head, token of the batch row, batch row). Throws Error naming `name` and all fields when the driver
+// refuses.
 CUtensorMap make_token_map(const TokenMapShape& shape, bool bf16, const char* name);
 
 // "" or why TMA cannot address the tensor: base and strides must be multiples of 16 bytes, positive and below 2^40 bytes.

@@ -5,6 +5,7 @@
 
 #include "core/problem.hpp"
 #include "cuda/formats.hpp"
+#include "cuda/kernels/plan_segments/cut.hpp"
 #include "plan/layout.hpp"
 
 namespace qla::cuda {
@@ -30,20 +31,22 @@ struct ForwardBuffers {
   ChunkRecord* chunk_table;
   uint8_t* pg;
   // context parallelism
-  float* decay;              // [slot][HV]
+  float* decay;  // [slot][HV]
   PlanHeader* pre_header;
   WorkItem* pre_items;
   MergeChain* chains;
   uint8_t* transitions;
-  float* states;             // S_ext and start states, then M
-  Saved saved;               // in the workspace where the caller keeps nothing
+  void* units;
+  float* states;  // S_ext and start states, then M
+  Saved saved;    // in the workspace where the caller keeps nothing
   size_t bytes;
 };
 struct ForwardCounts {
-  int64_t items = 0;        // bound on the work items of the main pass
-  int64_t v_parts = 1;
+  int64_t items = 0;  // bound on the work items of the main pass
+  int64_t v_parts = 1, pre_v_parts = 1;
   bool cut = false;
-  int64_t end_states = 0;   // bound on merged boundaries
+  int64_t units = 0;       // bound on segments over all value heads
+  int64_t end_states = 0;  // bound on merged boundaries
 };
 inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const ForwardCounts& n, void* saved) {
   plan::Layout layout(base);
@@ -55,9 +58,10 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   if (n.cut) {
     b.decay = layout.take<float>(p.chunk_slots() * p.num_v_heads);
     b.pre_header = layout.take<PlanHeader>(1);
-    b.pre_items = layout.take<WorkItem>(2 * n.end_states * n.v_parts);
+    b.pre_items = layout.take<WorkItem>(2 * n.end_states * n.pre_v_parts);
     b.chains = layout.take<MergeChain>(p.num_seqs * p.num_v_heads);
     b.transitions = layout.take<uint8_t>(n.end_states);
+    b.units = layout.take<uint8_t>(n.units * segments::kUnitBytes);
     b.states = layout.take<float>(2 * n.end_states * kStateFloats);
   }
   if (saved) {

@@ -185,6 +185,8 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   // A pre-pass and a warm-up read Abar from memory.
   if (segment_chunks > 0 && (!shape.equal_lengths || chunks > segment_chunks)) best.fused = false;
   best.rule = rule_for(policy, segment_chunks);
+  // All segments run at once, so the longest walk counts: what more warm-up would cost here, a merge costs less.
+  best.rule.max_warmup_chunks = std::max<int64_t>(kAssumedWarmup, segment_chunks / 2);
   return best;
 }
 

@@ -74,15 +74,29 @@ QLA_HD Start start_at(int64_t before, float total, bool has_initial, const CutRu
   if (!rule.exact && finite) {
     const bool initial_forgotten = !has_initial || total <= rule.threshold - kInitialMargin;
     const int64_t most = before < rule.max_warmup_chunks ? before : rule.max_warmup_chunks;
+    const Start from_start{has_initial ? QLA_START_INITIAL : QLA_START_ZERO, before};  // right whatever the gate
+    if (!initial_forgotten) return before <= most ? from_start : Start{QLA_START_MERGED, 0};
     float sum = 0.0f;
-    for (int64_t n = 1; n <= most; ++n) {
-      if (n == before)
-        return {has_initial ? QLA_START_INITIAL : QLA_START_ZERO, n};  // reaches the start: right whatever the gate
-      sum += decay_back(n);
-      if (sum <= rule.threshold && initial_forgotten) return {QLA_START_WARMUP, n};
+    constexpr int kAhead = 8;  // loads under way at once, for the device
+    for (int64_t first = 1; first <= most; first += kAhead) {
+      float next[kAhead];
+      for (int i = 0; i < kAhead; ++i) next[i] = first + i <= most ? decay_back(first + i) : 0.0f;
+      for (int i = 0; i < kAhead && first + i <= most; ++i) {
+        if (first + i == before) return from_start;
+        sum += next[i];
+        if (sum <= rule.threshold) return {QLA_START_WARMUP, first + i};
+      }
     }
   }
   return {QLA_START_MERGED, 0};
+}
+
+// Sum of ghat over one segment of the cut. Sums of several segments are sums of these, in every backend.
+template <typename Decay>
+QLA_HD float segment_decay(const Cut& cut, int64_t segment, Decay decay) {
+  float sum = 0.0f;
+  for (int64_t c = cut.begin(segment); c < cut.begin(segment + 1); ++c) sum += decay(c);
+  return sum;
 }
 
 // Calls emit(const Segment&) in walking order: token order, or from the last segment down with reverse (the reverse pass, (C3)).
@@ -117,8 +131,7 @@ QLA_HD void for_each_segment(const Cut& cut, const CutRule& rule, bool has_initi
       }
     }
     // The last segment's sum is never looked at.
-    if (walked + 1 < cut.num_segments)
-      for (int64_t c = cut.begin(index); c < cut.begin(index + 1); ++c) total += decay(c);
+    if (walked + 1 < cut.num_segments) total += segment_decay(cut, index, decay);
     pending = next;
   }
   pending.is_end = 1;

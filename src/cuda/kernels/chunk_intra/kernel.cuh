@@ -103,7 +103,7 @@ __device__ __forceinline__ float2 read_raw(uint32_t slots, const View& view, con
 
 // rows past the chunk's end: 0, whatever lay there
 template <bool WithPg>
-__device__ __forceinline__ void zero_tail(uint32_t smem, int rows, int tid) {
+__device__ __noinline__ void zero_tail(uint32_t smem, int rows, int tid) {
   for (int i = tid; i < 4 * 64 * 8; i += kThreads) {
     const int row = i / 8 % 64, tile = i / 512;
     if (row >= rows && (WithPg || tile % 2 == 0)) ptx::sts4u(smem + kSmemKq + tile * 8192 + row * 128 + i % 8 * 16, 0, 0, 0, 0);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void zero_tail(uint32_t smem, int rows, int tid) {
 
 // inverse norms of K and Q rows; a thread a row of one of them
 template <typename T, bool WithPg>
-__device__ __forceinline__ void norms(uint32_t smem, int tid) {
+__device__ __noinline__ void norms(uint32_t smem, int tid) {
   const int row = tid % 64, which = tid / 64;
   if (!WithPg && which) return;
   float sum[4] = {};
@@ -447,7 +447,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         gate_and_diagonals<T, 3, Gated>(acc, x);
       const bool poison = tril::off_diagonal_blocks<T>(smem + kSmemAbar, smem + kSmemEx, warp, opaque, 3);
       ptx::proxy_fence();
-      if (sync_or(4, poison)) redo_guarded<T, Gated>(acc, x, warp, tid);
+      if (sync_or(4, poison)) [[unlikely]] redo_guarded<T, Gated>(acc, x, warp, tid);
       if constexpr (Gated) {
         if (tid == 0) {
           ptx::bulk_store(a.abar + out, smem + kSmemAbar, kTileBytes);

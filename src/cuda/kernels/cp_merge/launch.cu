@@ -1,7 +1,8 @@
 // cp_merge - (C1) S_start(j + 1) = M_j S_start(j) + S_ext(j) along each chain of merged boundaries, in fp32, in place.
-//   grid: a work item = (chain, 8 value rows of S^T): value columns of S are independent, so a chain's 16 items never meet.
-//   S^T (j + 1)[v][k] = sum_i S^T(j)[v][i] M^T[i][k] + S_ext^T[v][k]. Warp w sums over i = 8 w .. 8 w + 7, lane l has k = 4 l .. 4 l + 3;
-//   the sixteen partial sums are added in a fixed order. M of the next boundary is on its way while this one is multiplied.
+//   grid: a work item = (chain, 4 value rows of S^T): value columns of S are independent, so a chain's 32 items never meet.
+//   S^T (j + 1)[v][k] = sum_i S^T(j)[v][i] M^T[i][k] + S_ext^T[v][k]. Warp w sums over i = 8 w .. 8 w + 7, lane l has k = 4 l ..
+//   4 l + 3; the sixteen partial sums are added in a fixed order. M of the next boundary is on its way while this one is
+//   multiplied.
 #include "cuda/kernels/cp_merge/launch.hpp"
 
 #include <algorithm>
@@ -11,8 +12,8 @@
 namespace qla::cuda::cp_merge {
 namespace {
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = 8, kItems = 128 / kRows, kTerms = 128 / kWarps;
-static_assert(kThreads * 2 == kRows * 128);
+constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = 4, kItems = 128 / kRows, kTerms = 128 / kWarps;
+static_assert(kThreads == kRows * 128);
 
 struct Shared {
   float state[kRows][128];
@@ -35,13 +36,14 @@ __global__ void __launch_bounds__(kThreads) cp_merge(const __grid_constant__ Arg
   const int items = a.header->num_merges * kItems;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const MergeChain chain = a.chains[item / kItems];
-    const int v0 = item % kItems * kRows, mine = threadIdx.x * 2, row = mine / 128, col = mine % 128;
+    const int v0 = item % kItems * kRows, row = threadIdx.x / 128, col = threadIdx.x % 128;
     float4 move[kTerms];
     load_move(move, a, chain.first, a.transitions[chain.first], warp, lane);
+    float next = a.states[int64_t(chain.first) * kStateFloats + (v0 + row) * 128 + col];  // S_ext
     for (int n = 0; n < chain.count; n++) {
       const int entry = chain.first + n;
-      float2* place = reinterpret_cast<float2*>(a.states + int64_t(entry) * kStateFloats + (v0 + row) * 128 + col);
-      float2 sum = *place;  // S_ext
+      float sum = next;
+      if (n + 1 < chain.count) next = a.states[int64_t(entry + 1) * kStateFloats + (v0 + row) * 128 + col];
       if (a.transitions[entry]) {
         float4 part[kRows];
 #pragma unroll
@@ -66,15 +68,13 @@ __global__ void __launch_bounds__(kThreads) cp_merge(const __grid_constant__ Arg
         __syncthreads();
 #pragma unroll
         for (int w = 0; w < kWarps; w++) {
-          const float2 x = *reinterpret_cast<const float2*>(&s.partial[w][row][col]);
-          sum.x += x.x;
-          sum.y += x.y;
+          sum += s.partial[w][row][col];
         }
-        *place = sum;
+        a.states[int64_t(entry) * kStateFloats + (v0 + row) * 128 + col] = sum;
       } else if (n + 1 < chain.count) {
         load_move(move, a, entry + 1, a.transitions[entry + 1], warp, lane);
       }
-      *reinterpret_cast<float2*>(&s.state[row][col]) = sum;
+      s.state[row][col] = sum;
       __syncthreads();
     }
   }

@@ -10,11 +10,11 @@ namespace qla::cuda::cp_merge {
 cudaError_t prepare();  // once a device
 
 struct Args {
-  const PlanHeader* header;      // num_merges: chains
+  const PlanHeader* header;  // num_merges: chains
   const MergeChain* chains;
-  const uint8_t* transitions;    // [entry]
-  float* states;                 // [entry][V][K]: S_ext, then the start states
-  const float* moves;            // [entry][K][K]: M transposed, as the pre-pass leaves it from S = I
+  const uint8_t* transitions;  // [entry]
+  float* states;               // [entry][V][K]: S_ext, then the start states
+  const float* moves;          // [entry][K][K]: M transposed, as the pre-pass leaves it from S = I
 };
 // most_chains: bound from shapes
 cudaError_t launch(const Args& args, int64_t most_chains, int multiprocessors, cudaStream_t stream);

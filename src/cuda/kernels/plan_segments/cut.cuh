@@ -1,8 +1,10 @@
-// cut_items - the work items of a run with context parallelism, from boundaries and gates: what for_each_segment() (plan/segments.hpp)
-//   says of each sequence and value head, in two lists: the items of the main pass, longest first, and of the pre-pass, which walks to
-//   S_ext and M (C1), (C2) for the boundaries that are merged.
-//   grid: one CTA; a thread a (sequence, value head), in rounds. Positions come from counters in shared memory: where two items of one
-//   length lie is not defined and nothing depends on it. The entries of merged states are in order of sequence, head and boundary.
+// cut_items - the work items of a run with context parallelism, from boundaries and gates: what for_each_segment()
+// (plan/segments.hpp)
+//   says of each sequence and value head, in two lists: the items of the main pass, longest first and merged ones last, and of
+//   the pre-pass, which walks to S_ext and M (C1), (C2) for the boundaries that are merged. grid: one CTA; a thread a unit =
+//   (sequence, value head, segment), so that no sum is longer than a segment or its warm-up. Positions come from counters in
+//   shared memory: where two items of one length lie is not defined and nothing depends on it. The entries of merged states are
+//   in order of sequence, head and boundary.
 #pragma once
 
 #include "cuda/kernels/plan_segments/cut.hpp"
@@ -10,37 +12,69 @@
 
 namespace qla::cuda::segments {
 
-inline constexpr int kCutThreads = 512;
+inline constexpr int kCutThreads = 512, kStagedUnits = 2048;
 
+struct Unit {
+  float sum;      // of ghat over the segment
+  int32_t start;  // QLA_START_* of the segment, and warm-up chunks << 8
+  int32_t entry;  // merged boundaries before this segment's end, over all units
+};
+static_assert(sizeof(Unit) == kUnitBytes);
+// One thread's sequence and head.
+struct Job {
+  int64_t bos;
+  int32_t chunks, last_rows, segment_chunks, segments;
+  int32_t sequence, head, slot, initial;
+  __device__ __forceinline__ int32_t begin(int32_t segment) const {
+    return segment < segments ? segment * segment_chunks : chunks;
+  }
+  __device__ __forceinline__ qla::plan::Cut cut() const { return {chunks, segment_chunks, segments}; }
+};
 struct CutShared {
-  int32_t bucket[kBuckets];
+  int32_t bucket[2][kBuckets];  // merged starts: the second half
+  int32_t first_unit[kCutThreads + 1];
   int32_t pre_items, chains, states;
   int32_t scan[kCutThreads / 32];
+  Job jobs[kCutThreads];
+  Unit units[kStagedUnits];
 };
 
-// what one thread's sequence and head need of the sequence
-struct CutJob {
-  Span span;
-  int64_t sequence;
-  int32_t head, slot;
-  bool initial;
-};
-
-__device__ __forceinline__ CutJob cut_job(const Args& a, int64_t index) {
-  CutJob job;
-  job.sequence = index / a.num_v_heads;
-  job.head = int32_t(index - job.sequence * a.num_v_heads);
-  job.span = span_of(a, job.sequence);
-  job.slot = int32_t(job.span.bos / 64 + job.sequence);
-  job.initial = a.has_initial && (!a.has_initial_state || a.has_initial_state[job.sequence]);
+__device__ __forceinline__ Job job_at(const CutArgs& a, int64_t index) {
+  Job job;
+  job.sequence = int32_t(index / a.plan.num_v_heads);
+  job.head = int32_t(index) - job.sequence * a.plan.num_v_heads;
+  const Span span = span_of(a.plan, job.sequence);
+  job.bos = span.bos;
+  job.chunks = span.chunks();
+  job.last_rows = job.chunks ? int32_t(span.eos - span.bos - 64 * int64_t(job.chunks - 1)) : 0;
+  job.slot = int32_t(span.bos / 64) + job.sequence;
+  const qla::plan::Cut cut = qla::plan::make_cut(job.chunks, a.rule);
+  job.segment_chunks = int32_t(cut.segment_chunks);
+  job.segments = int32_t(cut.num_segments);
+  job.initial = a.plan.has_initial && (!a.plan.has_initial_state || a.plan.has_initial_state[job.sequence]);
   return job;
 }
-template <typename Emit>
-__device__ __forceinline__ void walk_segments(const CutArgs& a, const CutJob& job, const float* decay, Emit emit) {
-  const qla::plan::Cut cut = qla::plan::make_cut(job.span.chunks(), a.rule);
-  const float* mine = decay + int64_t(job.slot) * a.plan.num_v_heads + job.head;
-  const int64_t stride = a.plan.num_v_heads;
-  qla::plan::for_each_segment(cut, a.rule, job.initial, false, [&](int64_t c) { return mine[c * stride]; }, emit);
+
+// exclusive sum over the CTA; `all` receives the total
+__device__ __forceinline__ int32_t block_exclusive_sum(int32_t x, int32_t* scan, int32_t& all) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int32_t through = x;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int32_t left = __shfl_up_sync(~0u, through, d);
+    if (lane >= d) through += left;
+  }
+  __syncthreads();
+  if (lane == 31) scan[warp] = through;
+  __syncthreads();
+  int32_t before = through - x;
+  all = 0;
+#pragma unroll
+  for (int w = 0; w < kCutThreads / 32; w++) {
+    if (w < warp) before += scan[w];
+    all += scan[w];
+  }
+  return before;
 }
 
 __device__ __forceinline__ void store_item(WorkItem* to, const WorkItem& item) {
@@ -48,35 +82,178 @@ __device__ __forceinline__ void store_item(WorkItem* to, const WorkItem& item) {
   for (int w = 0; w < 4; w++) reinterpret_cast<int4*>(to)[w] = reinterpret_cast<const int4*>(&item)[w];
 }
 
+struct Cutter {
+  const CutArgs& a;
+  CutShared& s;
+  const float* decay;
+  Unit* units;  // of this round's jobs
+  int32_t num_units;
+
+  // a round's jobs: first_unit[j] .. of job j
+  __device__ void begin_round(int64_t from, int64_t jobs, Unit* all_units, int32_t units_before) {
+    const int64_t index = from + threadIdx.x;
+    int32_t mine = 0;
+    if (index < jobs) {
+      s.jobs[threadIdx.x] = job_at(a, index);
+      mine = s.jobs[threadIdx.x].segments;
+    }
+    s.first_unit[threadIdx.x] = block_exclusive_sum(mine, s.scan, num_units);
+    if (threadIdx.x == 0) s.first_unit[kCutThreads] = num_units;
+    units = all_units + units_before;
+    __syncthreads();
+  }
+  __device__ int find_job(int32_t unit) const {
+    int low = 0, high = kCutThreads;  // last j with first_unit[j] <= unit; jobs behind the last one start at num_units
+    while (high - low > 1) {
+      const int mid = (low + high) / 2;
+      if (s.first_unit[mid] <= unit)
+        low = mid;
+      else
+        high = mid;
+    }
+    return low;
+  }
+  __device__ void sums_and_starts() {
+    for (int32_t u = threadIdx.x; u < num_units; u += kCutThreads) {
+      const int j = find_job(u);
+      const Job& job = s.jobs[j];
+      const int32_t segment = u - s.first_unit[j];
+      const float* mine = decay + int64_t(job.slot) * a.plan.num_v_heads + job.head;
+      units[u].sum =
+          qla::plan::segment_decay(job.cut(), segment, [&](int64_t c) { return mine[int32_t(c) * a.plan.num_v_heads]; });
+    }
+    __syncthreads();
+    for (int32_t u = threadIdx.x; u < num_units; u += kCutThreads) {
+      const int j = find_job(u);
+      const Job& job = s.jobs[j];
+      const int32_t segment = u - s.first_unit[j];
+      qla::plan::Start start{job.initial ? QLA_START_INITIAL : QLA_START_ZERO, 0};
+      if (segment > 0) {
+        float total = 0.0f;
+        for (int32_t i = s.first_unit[j]; i < u; i++) total += units[i].sum;
+        const int32_t boundary = job.begin(segment);
+        const float* mine = decay + int64_t(job.slot) * a.plan.num_v_heads + job.head;
+        start = qla::plan::start_at(boundary, total, job.initial, a.rule,
+                                    [&](int64_t n) { return mine[(boundary - int32_t(n)) * a.plan.num_v_heads]; });
+      }
+      units[u].start = start.start | int32_t(start.warmup_chunks) << 8;
+    }
+    __syncthreads();
+  }
+  __device__ bool merged(int32_t u) const { return (units[u].start & 0xff) == QLA_START_MERGED; }
+  // what a unit's segment is; entry as in Unit
+  __device__ void count() {
+    for (int32_t from = 0; from < num_units; from += kCutThreads) {
+      const int32_t u = from + threadIdx.x;
+      int32_t needs_end = 0;
+      if (u < num_units) {
+        const int j = find_job(u);
+        const Job& job = s.jobs[j];
+        const int32_t segment = u - s.first_unit[j];
+        const int32_t walked = job.begin(segment + 1) - job.begin(segment) + (units[u].start >> 8);
+        needs_end = u + 1 < s.first_unit[j + 1] && merged(u + 1);
+        atomicAdd(&s.bucket[merged(u)][length_bucket(walked)], a.plan.v_parts);
+      }
+      int32_t all;
+      const int32_t before = block_exclusive_sum(needs_end, s.scan, all);
+      if (u < num_units) units[u].entry = s.states + before + needs_end;
+      __syncthreads();
+      if (threadIdx.x == 0) s.states += all;
+      __syncthreads();
+    }
+  }
+  __device__ void write() {
+    for (int32_t u = threadIdx.x; u < num_units; u += kCutThreads) {
+      const int j = find_job(u);
+      const Job& job = s.jobs[j];
+      const int32_t segment = u - s.first_unit[j];
+      const bool is_end = u + 1 == s.first_unit[j + 1], needs_end = !is_end && merged(u + 1), is_merged = merged(u);
+      const int32_t start = units[u].start & 0xff, warmup = units[u].start >> 8;
+      const int32_t first = job.begin(segment) - warmup, walked = job.begin(segment + 1) - first;
+      WorkItem item{};
+      item.token = job.bos + 64 * int64_t(first);
+      item.slot = job.slot + first;
+      item.chunks = walked;
+      item.warmup = warmup;
+      item.last_rows = first + walked < job.chunks ? 64 : job.last_rows;
+      item.sequence = job.sequence;
+      item.v_head = job.head;
+      item.start = start;
+      item.start_index = is_merged ? units[u - 1].entry - 1 : 0;
+      item.is_last = is_end;
+      item.segment = segment;
+      item.first_chunk = first;
+      if (a.need_bases) add_bases(item, job.sequence);
+      int32_t at = atomicAdd(&s.bucket[is_merged][length_bucket(walked)], a.plan.v_parts);
+      for (int32_t part = 0; part < a.plan.v_parts; part++) {
+        item.v_part = part;
+        store_item(a.plan.items + at + part, item);
+      }
+      if (needs_end) {  // S_ext, and M where the segment's own start is merged, too
+        const int32_t entry = units[u].entry - 1;
+        a.transitions[entry] = is_merged;
+        at = atomicAdd(&s.pre_items, a.pre_v_parts * (1 + is_merged));
+        item.is_last = 0;
+        item.start = is_merged ? QLA_START_ZERO : start;
+        item.start_index = entry;
+        for (int32_t part = 0; part < a.pre_v_parts * (1 + is_merged); part++) {
+          if (part == a.pre_v_parts) item.start = kStartIdentity, item.start_index = a.most_states + entry;
+          item.v_part = part % a.pre_v_parts;
+          store_item(a.pre_items + at + part, item);
+        }
+      }
+      if (is_end) {  // the job's chain
+        const int32_t begin = s.first_unit[j], last = units[u].entry,
+                      before = begin == u ? last : units[begin].entry - (merged(begin + 1) ? 1 : 0);
+        if (last > before) a.chains[atomicAdd(&s.chains, 1)] = {before, last - before};
+      }
+    }
+    __syncthreads();
+  }
+  __device__ void add_bases(WorkItem& item, int64_t sequence) const {
+    for (int64_t n = 0; n < sequence; n++) {
+      const Span span = span_of(a.plan, n);
+      item.chunk_base += span.chunks();
+      if (a.plan.checkpoint_every_chunks)
+        item.checkpoint_base += int32_t((span.eos - span.bos) / (64 * int64_t(a.plan.checkpoint_every_chunks)));
+    }
+  }
+};
+
 __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constant__ CutArgs a) {
   extern __shared__ float s_decay[];
   __shared__ CutShared s;
-  ptx::grid_dependency_launch();
-  for (int i = threadIdx.x; i < kBuckets; i += kCutThreads) s.bucket[i] = 0;
+  for (int i = threadIdx.x; i < 2 * kBuckets; i += kCutThreads) s.bucket[i / kBuckets][i % kBuckets] = 0;
   if (threadIdx.x == 0) s.pre_items = s.chains = s.states = 0;
   ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
   if (a.staged)
     for (int64_t i = threadIdx.x; i < int64_t(a.plan.slots) * a.plan.num_v_heads; i += kCutThreads) s_decay[i] = a.decay[i];
-  const float* decay = a.staged ? s_decay : a.decay;
   __syncthreads();
   const int64_t jobs = a.plan.num_seqs * a.plan.num_v_heads;
-
-  for (int64_t index = threadIdx.x; index < jobs; index += kCutThreads)
-    walk_segments(a, cut_job(a.plan, index), decay, [&](const qla::plan::Segment& segment) {
-      atomicAdd(&s.bucket[length_bucket(int32_t(segment.walked_chunks()))], a.plan.v_parts);
-    });
-  __syncthreads();
+  Cutter cutter{a, s, a.staged ? s_decay : a.decay, nullptr, 0};
+  Unit* all_units = a.most_units <= kStagedUnits ? s.units : reinterpret_cast<Unit*>(a.units);
+  int32_t before = 0;
+  for (int64_t from = 0; from < jobs; from += kCutThreads) {
+    cutter.begin_round(from, jobs, all_units, before);
+    cutter.sums_and_starts();
+    cutter.count();
+    before += cutter.num_units;
+  }
   if (threadIdx.x < 32) {  // counts to first positions
-    int32_t mine[kBuckets / 32], sum = 0;
-    for (int i = 0; i < kBuckets / 32; i++) mine[i] = s.bucket[threadIdx.x * (kBuckets / 32) + i], sum += mine[i];
+    constexpr int kEach = 2 * kBuckets / 32;
+    int32_t mine[kEach], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) mine[i] = (&s.bucket[0][0])[threadIdx.x * kEach + i], sum += mine[i];
     int32_t through = sum;
     for (int d = 1; d < 32; d *= 2) {
       const int32_t left = __shfl_up_sync(~0u, through, d);
       if (int(threadIdx.x) >= d) through += left;
     }
     int32_t base = through - sum;
-    for (int i = 0; i < kBuckets / 32; i++) {
-      s.bucket[threadIdx.x * (kBuckets / 32) + i] = base;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      (&s.bucket[0][0])[threadIdx.x * kEach + i] = base;
       base += mine[i];
     }
     if (threadIdx.x == 31) {
@@ -85,87 +262,12 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
     }
   }
   __syncthreads();
-
+  const bool one_round = jobs <= kCutThreads;
+  before = 0;
   for (int64_t from = 0; from < jobs; from += kCutThreads) {
-    const int64_t index = from + threadIdx.x;
-    CutJob job{};
-    int32_t states = 0;
-    if (index < jobs) {
-      job = cut_job(a.plan, index);
-      walk_segments(a, job, decay, [&](const qla::plan::Segment& segment) { states += segment.needs_end_state; });
-    }
-    // entries in order of the jobs
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int32_t through = states;
-    for (int d = 1; d < 32; d *= 2) {
-      const int32_t left = __shfl_up_sync(~0u, through, d);
-      if (lane >= d) through += left;
-    }
-    if (lane == 31) s.scan[warp] = through;
-    __syncthreads();
-    int32_t entry = s.states + through - states, all = 0;
-    for (int w = 0; w < kCutThreads / 32; w++) {
-      if (w < warp) entry += s.scan[w];
-      all += s.scan[w];
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) s.states += all;
-    if (index < jobs) {
-      if (states) a.chains[atomicAdd(&s.chains, 1)] = {entry, states};
-      int64_t chunk_base = 0, checkpoint_base = 0;
-      if (a.need_bases)
-        for (int64_t n = 0; n < job.sequence; n++) {
-          const Span span = span_of(a.plan, n);
-          chunk_base += span.chunks();
-          if (a.plan.checkpoint_every_chunks) checkpoint_base += (span.eos - span.bos) / (64 * int64_t(a.plan.checkpoint_every_chunks));
-        }
-      const int32_t chunks = job.span.chunks();
-      const int32_t last_rows = chunks ? int32_t(job.span.eos - job.span.bos - 64 * int64_t(chunks - 1)) : 0;
-      int32_t previous = -1;  // entry behind the segment emitted before
-      walk_segments(a, job, decay, [&](const qla::plan::Segment& segment) {
-        const int32_t first = int32_t(segment.first_chunk - segment.warmup_chunks), walked = int32_t(segment.walked_chunks());
-        WorkItem item{};
-        item.token = job.span.bos + 64 * int64_t(first);
-        item.slot = job.slot + first;
-        item.chunks = walked;
-        item.warmup = int32_t(segment.warmup_chunks);
-        item.last_rows = first + walked == chunks ? last_rows : 64;
-        item.sequence = int32_t(job.sequence);
-        item.v_head = job.head;
-        item.start = segment.start;
-        item.start_index = segment.start == QLA_START_MERGED ? previous : 0;
-        item.is_last = segment.is_end;
-        item.segment = int32_t(segment.index);
-        item.first_chunk = first;
-        item.chunk_base = int32_t(chunk_base);
-        item.checkpoint_base = int32_t(checkpoint_base);
-        int32_t at = atomicAdd(&s.bucket[length_bucket(walked)], a.plan.v_parts);
-        for (int32_t part = 0; part < a.plan.v_parts; part++) {
-          item.v_part = part;
-          store_item(a.plan.items + at + part, item);
-        }
-        if (!segment.needs_end_state) return;
-        item.start_index = entry;
-        item.is_last = 0;
-        if (item.start == QLA_START_MERGED) item.start = QLA_START_ZERO;  // S_ext
-        at = atomicAdd(&s.pre_items, a.plan.v_parts * (1 + segment.needs_transition));
-        for (int32_t part = 0; part < a.plan.v_parts; part++) {
-          item.v_part = part;
-          store_item(a.pre_items + at + part, item);
-        }
-        a.transitions[entry] = uint8_t(segment.needs_transition);
-        if (segment.needs_transition) {
-          item.start = kStartIdentity;
-          item.start_index = a.most_states + entry;
-          for (int32_t part = 0; part < a.plan.v_parts; part++) {
-            item.v_part = part;
-            store_item(a.pre_items + at + a.plan.v_parts + part, item);
-          }
-        }
-        previous = entry++;
-      });
-    }
-    __syncthreads();
+    if (!one_round) cutter.begin_round(from, jobs, all_units, before);
+    cutter.write();
+    before += cutter.num_units;
   }
   if (threadIdx.x == 0) {
     PlanHeader header{};

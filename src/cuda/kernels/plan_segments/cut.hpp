@@ -6,17 +6,22 @@
 
 namespace qla::cuda::segments {
 
+inline constexpr int kUnitBytes = 12;
+
 struct CutArgs {
-  Args plan;               // boundaries, sizes, header and items of the main pass
+  Args plan;  // boundaries, sizes, header and items of the main pass
   qla::plan::CutRule rule;
-  const float* decay;      // [slot][HV] of chunk_intra
-  int32_t staged;          // 1: decay fits in shared memory
-  int32_t need_bases;      // 1: chunk_base and checkpoint_base are used
-  int32_t most_states;     // entries of S_ext; those of M follow
+  const float* decay;   // [slot][HV] of chunk_intra
+  int32_t staged;       // 1: decay fits in shared memory
+  int32_t need_bases;   // 1: chunk_base and checkpoint_base are used
+  int32_t most_states;  // entries of S_ext; those of M follow
+  int32_t most_units;   // bound on segments over all heads
+  void* units;          // scratch, kUnitBytes each; unused where few
+  int32_t pre_v_parts;     // V-split of the pre-pass
   PlanHeader* pre_header;
   WorkItem* pre_items;
   MergeChain* chains;
-  uint8_t* transitions;    // [most_states]
+  uint8_t* transitions;  // [most_states]
 };
 
 }  // namespace qla::cuda::segments
