@@ -24,6 +24,8 @@ from gpu_record import RECORD, ROOT, tree_hash
 
 SANITIZERS = ("memcheck", "initcheck", "synccheck", "racecheck")
 SMALL = "*Small*"  # the cases that a sanitizer gets through in seconds
+GOOGLE, DEVICE = "qla_test_*", "qla_device_*"  # GoogleTest programs; one-primitive programs that print "N passed M failed"
+SUMMARY = re.compile(r"(\d+) passed,? (\d+) failed")
 FOUND = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+) (?:error|hazard)")
 
 
@@ -64,8 +66,9 @@ class Runner:
             sys.exit(f"test-gpu: found no {name} in {self.build}; run ./dev build, or give --prebuilt DIR")
         return found[0]
 
-    def programs(self) -> list[Path]:
-        return [p for p in sorted(self.build.rglob("qla_test_*")) if p.is_file() and os.access(p, os.X_OK) and "." not in p.name]
+    def programs(self, *patterns: str) -> list[Path]:
+        found = [p for pattern in patterns for p in sorted(self.build.rglob(pattern))]
+        return [p for p in found if p.is_file() and os.access(p, os.X_OK) and "." not in p.name]
 
     def run(self, name: str, command: list[str], **extra: str) -> tuple[int, str, float]:
         start = time.perf_counter()
@@ -155,7 +158,7 @@ def main() -> int:
     table: list[tuple[str, dict[str, int], float]] = []
     sanitizers: dict[str, str] = {}
     if args.only in (None, "cpp"):
-        for program in runner.programs():
+        for program in runner.programs(GOOGLE):
             report = runner.logs / f"{program.name}.xml"
             report.unlink(missing_ok=True)
             command = [str(program), "--gtest_brief=1", f"--gtest_output=xml:{report}"]
@@ -163,6 +166,11 @@ def main() -> int:
                 command.append(f"--gtest_filter={args.filter}")
             code, _, seconds = runner.run(program.name, command)
             table.append((program.name, tally(report, code), seconds))
+        for program in runner.programs(DEVICE) if not args.filter else []:
+            code, text, seconds = runner.run(program.name, [str(program)])
+            last = SUMMARY.findall(text)
+            passed, failed = map(int, last[-1]) if last else (0, 1)
+            table.append((program.name, {"passed": passed, "failed": max(failed, int(code != 0)), "skipped": 0}, seconds))
     if args.only in (None, "python"):
         report = runner.logs / "pytest.xml"
         report.unlink(missing_ok=True)
@@ -210,15 +218,16 @@ def main() -> int:
 def run_sanitizers(runner: Runner) -> dict[str, str]:
     """tool -> clean, not available, or what it found. racecheck: reports listed in docs/gpu/racecheck.md are counted, not hidden."""
     tool = shutil.which("compute-sanitizer") or next(iter(map(str, Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))), "")
-    programs = [p for p in runner.programs() if p.name in ("qla_test_op", "qla_test_device")]
+    programs = runner.programs("qla_test_op", DEVICE)
     if not tool or not programs:
         return {name: "not available" for name in SANITIZERS}
     verdicts = {}
     for name in SANITIZERS:
         found, failed, refused = 0, False, False
         for program in programs:
-            chosen = ["--gtest_filter=" + (runner.args.filter or SMALL)] if program.name == "qla_test_op" else []
-            command = [tool, "--tool", name, "--error-exitcode", "99", str(program), "--gtest_brief=1", *chosen]
+            google = program.name.startswith("qla_test_")
+            chosen = ["--gtest_brief=1", "--gtest_filter=" + (runner.args.filter or SMALL)] if google else []
+            command = [tool, "--tool", name, "--error-exitcode", "99", str(program), *chosen]
             code, text, _ = runner.run(f"{name}-{program.name}", command)
             match = FOUND.search(text)
             refused |= "Device not supported" in text

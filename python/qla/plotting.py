@@ -129,12 +129,10 @@ def draw_plan(axis: Any, plan: Any, max_rows: int = 48) -> None:
     ticks = list(range(0, len(shown), max(1, len(shown) // 12)))
     axis.set_yticks(ticks, [f"{rows[i][0]}.{rows[i][1]}" for i in ticks])
     note = "" if len(rows) <= max_rows else f" (first {max_rows} of {len(rows)} rows)"
-    axis.set(title=f"Plan: {plan.num_items} work items{note}", xlabel="chunk of 64 tokens", ylabel="sequence.value head")
-    axis.legend(
-        handles=[Patch(facecolor=colors[s], edgecolor="black", label=names[s]) for s in sorted(used)],
-        loc="upper right",
-        fontsize=8,
-    )
+    axis.set_title(f"Plan: {plan.num_items} work items{note}", loc="left")
+    axis.set(xlabel="chunk of 64 tokens", ylabel="sequence.value head")
+    handles = [Patch(facecolor=colors[start], edgecolor="black", label=names[start]) for start in sorted(used)]
+    axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncol=4, frameon=False, fontsize=8)
 
 
 def bench_cpu_picture(path: Path, rows: list[dict[str, Any]]) -> None:
