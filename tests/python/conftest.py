@@ -13,9 +13,8 @@ import torch
 if importlib.util.find_spec("qla") is None:  # run from the sources
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
-from common import Device  # noqa: E402
-
-from qla import _call, _ffi  # noqa: E402
+from common import Device
+from qla import _call, _ffi
 
 
 def _cuda_served() -> bool:

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 import torch
-from common import Device, assert_close, check
 
 import qla
+from common import Device, assert_close, check
 from qla.testing import recurrent_gated_delta_rule, relative_l2
 
 CPU = Device("cpu")
@@ -275,7 +275,6 @@ def test_state_checkpoints(device: Device, cu: tuple[int, ...] | None) -> None:
 
 def test_backward_memory_budget(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     from common import run, upstream
-
     from qla import _call
 
     inputs = device.inputs(200)

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from common import GRADS, Device, assert_close, check, leaves, reference, run, upstream
 from torch.nn.functional import logsigmoid, softplus
 
 import qla
+from common import GRADS, Device, assert_close, check, leaves, reference, run, upstream
 from qla.testing import relative_l2
 
 

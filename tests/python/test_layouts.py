@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from common import Device, assert_close, assert_equal, check, leaves, reference, run, subprocess_python, upstream
 
 import qla
+from common import Device, assert_close, assert_equal, check, leaves, reference, run, subprocess_python, upstream
 from qla.testing import recurrent_gated_delta_rule, relative_l2
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from common import Device, assert_close, assert_equal, check, reference, run, subprocess_python, upstream
 
 import qla
+from common import Device, assert_close, assert_equal, check, reference, run, subprocess_python, upstream
 from qla.testing import recurrent_gated_delta_rule, relative_l2
 
 PER_TOKEN = ("q", "k", "v", "g", "beta")

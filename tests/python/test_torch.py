@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 import torch._dynamo.testing
-from common import Device, assert_close, assert_equal, leaves, reference, run, subprocess_python, upstream
 from torch.utils.checkpoint import checkpoint
 
 import qla
+from common import Device, assert_close, assert_equal, leaves, reference, run, subprocess_python, upstream
 from qla import _call, _ffi, ops
 
 CPU = Device("cpu")
