@@ -20,14 +20,36 @@ struct Shared {
   float partial[kWarps][kRows][128];
 };
 
-__device__ __forceinline__ void load_move(float4 (&m)[kTerms], const Args& a, int entry, bool needed, int warp, int lane) {
-  if (!needed) return;
-  const float4* from = reinterpret_cast<const float4*>(a.moves + int64_t(entry) * kStateFloats) + warp * kTerms * 32 + lane;
+// M of the chain's boundary n, if it has one; all 512 threads together read its 64 KiB in order
+__device__ __forceinline__ void load_move(float4 (&m)[kTerms], const Args& a, MergeChain chain, int n, int warp, int lane) {
+  if (n >= chain.count || !a.transitions[chain.first + n]) return;
+  const float4* from =
+      reinterpret_cast<const float4*>(a.moves + int64_t(chain.first + n) * kStateFloats) + warp * kTerms * 32 + lane;
 #pragma unroll
   for (int i = 0; i < kTerms; i++) m[i] = from[i * 32];
 }
+// this warp's share of the product, for all rows, to its partial sums
+__device__ __forceinline__ void multiply(Shared& s, const float4 (&move)[kTerms], int warp, int lane) {
+#pragma unroll
+  for (int v = 0; v < kRows; v++) {
+    float4 part = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < kTerms; i += 4) {
+      const float4 x = *reinterpret_cast<const float4*>(&s.state[v][warp * kTerms + i]);
+      const float coefficient[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        part.x = fmaf(coefficient[q], move[i + q].x, part.x);
+        part.y = fmaf(coefficient[q], move[i + q].y, part.y);
+        part.z = fmaf(coefficient[q], move[i + q].z, part.z);
+        part.w = fmaf(coefficient[q], move[i + q].w, part.w);
+      }
+    }
+    *reinterpret_cast<float4*>(&s.partial[warp][v][4 * lane]) = part;
+  }
+}
 
-__global__ void __launch_bounds__(kThreads) cp_merge(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(kThreads, 1) cp_merge(const __grid_constant__ Args a) {
   extern __shared__ uint8_t s_all[];
   Shared& s = *reinterpret_cast<Shared*>(s_all);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -37,45 +59,32 @@ __global__ void __launch_bounds__(kThreads) cp_merge(const __grid_constant__ Arg
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const MergeChain chain = a.chains[item / kItems];
     const int v0 = item % kItems * kRows, row = threadIdx.x / 128, col = threadIdx.x % 128;
-    float4 move[kTerms];
-    load_move(move, a, chain.first, a.transitions[chain.first], warp, lane);
+    float4 moves[2][kTerms];  // of this boundary and the next; the one after that is on its way
     float next = a.states[int64_t(chain.first) * kStateFloats + (v0 + row) * 128 + col];  // S_ext
-    for (int n = 0; n < chain.count; n++) {
-      const int entry = chain.first + n;
-      float sum = next;
-      if (n + 1 < chain.count) next = a.states[int64_t(entry + 1) * kStateFloats + (v0 + row) * 128 + col];
-      if (a.transitions[entry]) {
-        float4 part[kRows];
+    load_move(moves[0], a, chain, 0, warp, lane);
+    load_move(moves[1], a, chain, 1, warp, lane);
+#pragma unroll 1
+    for (int pair = 0; pair < chain.count; pair += 2) {
 #pragma unroll
-        for (int v = 0; v < kRows; v++) {
-          part[v] = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int half = 0; half < 2; half++) {
+        const int n = pair + half;
+        if (n >= chain.count) break;
+        float* place = a.states + int64_t(chain.first + n) * kStateFloats + (v0 + row) * 128 + col;
+        float sum = next;
+        if (n + 1 < chain.count) next = place[kStateFloats];
+        if (a.transitions[chain.first + n]) {
+          multiply(s, moves[half], warp, lane);
+          load_move(moves[half], a, chain, n + 2, warp, lane);
+          __syncthreads();
 #pragma unroll
-          for (int i = 0; i < kTerms; i += 4) {
-            const float4 x = *reinterpret_cast<const float4*>(&s.state[v][warp * kTerms + i]);
-            const float coefficient[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int q = 0; q < 4; q++) {
-              part[v].x = fmaf(coefficient[q], move[i + q].x, part[v].x);
-              part[v].y = fmaf(coefficient[q], move[i + q].y, part[v].y);
-              part[v].z = fmaf(coefficient[q], move[i + q].z, part[v].z);
-              part[v].w = fmaf(coefficient[q], move[i + q].w, part[v].w);
-            }
-          }
+          for (int w = 0; w < kWarps; w++) sum += s.partial[w][row][col];
+          *place = sum;
+        } else {
+          load_move(moves[half], a, chain, n + 2, warp, lane);
         }
-        if (n + 1 < chain.count) load_move(move, a, entry + 1, a.transitions[entry + 1], warp, lane);
-#pragma unroll
-        for (int v = 0; v < kRows; v++) *reinterpret_cast<float4*>(&s.partial[warp][v][4 * lane]) = part[v];
+        s.state[row][col] = sum;
         __syncthreads();
-#pragma unroll
-        for (int w = 0; w < kWarps; w++) {
-          sum += s.partial[w][row][col];
-        }
-        a.states[int64_t(entry) * kStateFloats + (v0 + row) * 128 + col] = sum;
-      } else if (n + 1 < chain.count) {
-        load_move(move, a, entry + 1, a.transitions[entry + 1], warp, lane);
       }
-      s.state[row][col] = sum;
-      __syncthreads();
     }
   }
 }

@@ -39,10 +39,10 @@ struct CutShared {
   Unit units[kStagedUnits];
 };
 
-__device__ __forceinline__ Job job_at(const CutArgs& a, int64_t index) {
+__device__ __forceinline__ Job job_at(const CutArgs& a, int32_t index) {
   Job job;
-  job.sequence = int32_t(index / a.plan.num_v_heads);
-  job.head = int32_t(index) - job.sequence * a.plan.num_v_heads;
+  job.sequence = index / a.plan.num_v_heads;
+  job.head = index - job.sequence * a.plan.num_v_heads;
   const Span span = span_of(a.plan, job.sequence);
   job.bos = span.bos;
   job.chunks = span.chunks();
@@ -90,8 +90,8 @@ struct Cutter {
   int32_t num_units;
 
   // a round's jobs: first_unit[j] .. of job j
-  __device__ void begin_round(int64_t from, int64_t jobs, Unit* all_units, int32_t units_before) {
-    const int64_t index = from + threadIdx.x;
+  __device__ void begin_round(int32_t from, int32_t jobs, Unit* all_units, int32_t units_before) {
+    const int32_t index = from + threadIdx.x;
     int32_t mine = 0;
     if (index < jobs) {
       s.jobs[threadIdx.x] = job_at(a, index);
@@ -162,7 +162,7 @@ struct Cutter {
       __syncthreads();
     }
   }
-  __device__ void write() {
+  __device__ void write(bool store) {
     for (int32_t u = threadIdx.x; u < num_units; u += kCutThreads) {
       const int j = find_job(u);
       const Job& job = s.jobs[j];
@@ -187,11 +187,11 @@ struct Cutter {
       int32_t at = atomicAdd(&s.bucket[is_merged][length_bucket(walked)], a.plan.v_parts);
       for (int32_t part = 0; part < a.plan.v_parts; part++) {
         item.v_part = part;
-        store_item(a.plan.items + at + part, item);
+        if (store) store_item(a.plan.items + at + part, item);
       }
       if (needs_end) {  // S_ext, and M where the segment's own start is merged, too
         const int32_t entry = units[u].entry - 1;
-        a.transitions[entry] = is_merged;
+        if (store) a.transitions[entry] = is_merged;
         at = atomicAdd(&s.pre_items, a.pre_v_parts * (1 + is_merged));
         item.is_last = 0;
         item.start = is_merged ? QLA_START_ZERO : start;
@@ -199,13 +199,16 @@ struct Cutter {
         for (int32_t part = 0; part < a.pre_v_parts * (1 + is_merged); part++) {
           if (part == a.pre_v_parts) item.start = kStartIdentity, item.start_index = a.most_states + entry;
           item.v_part = part % a.pre_v_parts;
-          store_item(a.pre_items + at + part, item);
+          if (store) store_item(a.pre_items + at + part, item);
         }
       }
       if (is_end) {  // the job's chain
         const int32_t begin = s.first_unit[j], last = units[u].entry,
                       before = begin == u ? last : units[begin].entry - (merged(begin + 1) ? 1 : 0);
-        if (last > before) a.chains[atomicAdd(&s.chains, 1)] = {before, last - before};
+        if (last > before) {
+          const int32_t chain = atomicAdd(&s.chains, 1);
+          if (store) a.chains[chain] = {before, last - before};
+        }
       }
     }
     __syncthreads();
@@ -223,51 +226,62 @@ struct Cutter {
 __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constant__ CutArgs a) {
   extern __shared__ float s_decay[];
   __shared__ CutShared s;
-  for (int i = threadIdx.x; i < 2 * kBuckets; i += kCutThreads) s.bucket[i / kBuckets][i % kBuckets] = 0;
-  if (threadIdx.x == 0) s.pre_items = s.chains = s.states = 0;
-  ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();
-  if (a.staged)
-    for (int64_t i = threadIdx.x; i < int64_t(a.plan.slots) * a.plan.num_v_heads; i += kCutThreads) s_decay[i] = a.decay[i];
-  __syncthreads();
-  const int64_t jobs = a.plan.num_seqs * a.plan.num_v_heads;
+  const int32_t jobs = int32_t(a.plan.num_seqs * a.plan.num_v_heads), gates = a.plan.slots * a.plan.num_v_heads;
+  const bool one_round = jobs <= kCutThreads;
   Cutter cutter{a, s, a.staged ? s_decay : a.decay, nullptr, 0};
   Unit* all_units = a.most_units <= kStagedUnits ? s.units : reinterpret_cast<Unit*>(a.units);
-  int32_t before = 0;
-  for (int64_t from = 0; from < jobs; from += kCutThreads) {
-    cutter.begin_round(from, jobs, all_units, before);
-    cutter.sums_and_starts();
-    cutter.count();
-    before += cutter.num_units;
-  }
-  if (threadIdx.x < 32) {  // counts to first positions
-    constexpr int kEach = 2 * kBuckets / 32;
-    int32_t mine[kEach], sum = 0;
+  // the rehearsal needs all of it in shared memory
+  const bool rehearse = one_round && a.staged && a.most_units <= kStagedUnits;
+  if (rehearse)
+    for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = -1.f;
+#pragma unroll 1
+  for (int run = rehearse ? 0 : 1; run < 2; run++) {
+    if (run == 1) {
+      ptx::grid_dependency_wait();
+      ptx::grid_dependency_launch();
+      if (a.staged)
+        for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = a.decay[i];
+    }
+    for (int i = threadIdx.x; i < 2 * kBuckets; i += kCutThreads) s.bucket[i / kBuckets][i % kBuckets] = 0;
+    if (threadIdx.x == 0) s.pre_items = s.chains = s.states = 0;
+    __syncthreads();
+    int32_t before = 0;
+#pragma unroll 1
+    for (int32_t from = 0; from < jobs; from += kCutThreads) {
+      if (run == 0 || !rehearse) cutter.begin_round(from, jobs, all_units, before);
+      cutter.sums_and_starts();
+      cutter.count();
+      before += cutter.num_units;
+    }
+    if (threadIdx.x < 32) {  // counts to first positions
+      constexpr int kEach = 2 * kBuckets / 32;
+      int32_t mine[kEach], sum = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; i++) mine[i] = (&s.bucket[0][0])[threadIdx.x * kEach + i], sum += mine[i];
-    int32_t through = sum;
-    for (int d = 1; d < 32; d *= 2) {
-      const int32_t left = __shfl_up_sync(~0u, through, d);
-      if (int(threadIdx.x) >= d) through += left;
-    }
-    int32_t base = through - sum;
+      for (int i = 0; i < kEach; i++) mine[i] = (&s.bucket[0][0])[threadIdx.x * kEach + i], sum += mine[i];
+      int32_t through = sum;
+      for (int d = 1; d < 32; d *= 2) {
+        const int32_t left = __shfl_up_sync(~0u, through, d);
+        if (int(threadIdx.x) >= d) through += left;
+      }
+      int32_t base = through - sum;
 #pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      (&s.bucket[0][0])[threadIdx.x * kEach + i] = base;
-      base += mine[i];
+      for (int i = 0; i < kEach; i++) {
+        (&s.bucket[0][0])[threadIdx.x * kEach + i] = base;
+        base += mine[i];
+      }
+      if (threadIdx.x == 31 && run == 1) {
+        a.plan.header->num_items = through;
+        a.plan.header->next_item = 0;
+      }
     }
-    if (threadIdx.x == 31) {
-      a.plan.header->num_items = through;
-      a.plan.header->next_item = 0;
+    __syncthreads();
+    before = 0;
+#pragma unroll 1
+    for (int32_t from = 0; from < jobs; from += kCutThreads) {
+      if (!one_round) cutter.begin_round(from, jobs, all_units, before);
+      cutter.write(run == 1);
+      before += cutter.num_units;
     }
-  }
-  __syncthreads();
-  const bool one_round = jobs <= kCutThreads;
-  before = 0;
-  for (int64_t from = 0; from < jobs; from += kCutThreads) {
-    if (!one_round) cutter.begin_round(from, jobs, all_units, before);
-    cutter.write();
-    before += cutter.num_units;
   }
   if (threadIdx.x == 0) {
     PlanHeader header{};
