@@ -50,11 +50,11 @@ inline constexpr int kHeads = 4;  // value heads of one item
 //   s_vec    2 KiB  [head] cumsum (base 2) [64], beta [64]
 //   s_raw    4 KiB  [head] gate [64], beta [64] as they lie in memory, 8 bytes each
 //   s_norm .75 KiB  rk [64], rq [64], |k|^2 (normalised) [64]
-//   barrier, next item
+//   barrier, this and the next item
 inline constexpr int kSmemKq = 0, kSmemAbar = 32768, kSmemPg = kSmemAbar + kTileBytes, kSmemEx = kSmemPg + kTileBytes,
                      kSmemU = kSmemEx + 8192, kSmemVec = kSmemU + 6144, kSmemRaw = kSmemVec + 512 * kHeads,
                      kSmemNorm = kSmemRaw + 1024 * kHeads, kSmemBar = kSmemNorm + 768, kSmemItem = kSmemBar + 16,
-                     kSmemBytes = kSmemItem + 48;
+                     kSmemBytes = kSmemItem + 96;
 static_assert((kSmemBytes + 1024) * kCtasPerSm <= 233472, "three CTAs a SM");
 
 }  // namespace qla::cuda::intra

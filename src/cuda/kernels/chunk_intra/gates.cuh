@@ -48,7 +48,7 @@ __device__ __forceinline__ float decode_gate(float x, uint32_t flags, float rate
   return max_keep_nan(x, -88.f);  // (F0)
 }
 __device__ __forceinline__ float decode_beta(float x, uint32_t flags) {
-  if (flags & QLA_FLAG_BETA_SIGMOID) x = (flags & QLA_FLAG_NEG_EIGVAL ? 2.f : 1.f) / (1.f + expf(-x));
+  if (flags & QLA_FLAG_BETA_SIGMOID) x = __fdividef(flags & QLA_FLAG_NEG_EIGVAL ? 2.f : 1.f, 1.f + expf(-x));
   return x;
 }
 

@@ -11,7 +11,7 @@
 // Barriers                       guards
 //   kq (mbarrier, tx)            s_kq: loaded
 //   0 (CTA), at the item's start s_raw of this item; everything of the item before has been read
-//   0 (CTA), after the products  s_kq and s_raw are free (next item's loads); s_vec, s_norm written
+//   0 (CTA), after the products  s_kq and s_raw are free (next item's loads); s_vec, s_norm, s_item written
 //   1                            s_u written; the tiles of the head before have left
 //   2, 3                         s_ex written (4th stage's operand: 3)
 //   4 (+ or)                     tiles written; or: somebody met an overflow
@@ -81,14 +81,17 @@ __device__ __forceinline__ void load_tiles(uint32_t smem, uint32_t bar, const CU
 // Gate and beta of an item on their way to s_raw: thread t has rows t / 4 and t / 4 + 32 of head t % 4.
 template <bool Gated>
 __device__ __forceinline__ void load_gates(uint32_t smem, const Args& a, const Item& it, int tid) {
-  const int head = tid % 4;
+  const int head = tid % 4, row = tid / 4;
   if (head >= it.heads) return;
-#pragma unroll 1
-  for (int row = tid / 4; row < it.rows; row += 32) {
-    const int64_t token = it.token + row, h = it.v_head + head;
-    const uint32_t slot = smem + kSmemRaw + head * 1024 + row * 8;
-    if (Gated && a.g.data) copy_element(slot, a.g, it.batch * a.g.stride[0] + token * a.g.stride[1] + h * a.g.stride[2]);
-    copy_element(slot + 512, a.beta, it.batch * a.beta.stride[0] + token * a.beta.stride[1] + h * a.beta.stride[2]);
+  const int64_t token = it.token + row, h = it.v_head + head;
+  const int64_t gate = it.batch * a.g.stride[0] + token * a.g.stride[1] + h * a.g.stride[2];
+  const int64_t beta = it.batch * a.beta.stride[0] + token * a.beta.stride[1] + h * a.beta.stride[2];
+  const uint32_t slot = smem + kSmemRaw + head * 1024 + row * 8;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    if (row + 32 * half >= it.rows) return;
+    if (Gated && a.g.data) copy_element(slot + 256 * half, a.g, gate + 32 * half * a.g.stride[1]);
+    copy_element(slot + 256 * half + 512, a.beta, beta + 32 * half * a.beta.stride[1]);
   }
 }
 // rows 2 lane and 2 lane + 1 of a head
@@ -176,7 +179,7 @@ __device__ __forceinline__ void gate_vectors(uint32_t smem, const Args& a, const
 
 // |k_j|^2 of this warp's rows: the diagonal of K K^T, two elements of which every eighth lane or so holds
 template <int Regs>
-__device__ __forceinline__ void put_key_squares(uint32_t smem, const float (&acc)[Regs], int warp, int lane) {
+__device__ __forceinline__ void put_key_squares(uint32_t smem, const float (&acc)[Regs], bool normalise, int warp, int lane) {
   const int r = lane / 4;
   if (lane % 4 != r / 2) return;
   float low = 0.f, high = 0.f;
@@ -185,6 +188,12 @@ __device__ __forceinline__ void put_key_squares(uint32_t smem, const float (&acc
     if (w != warp) continue;
     low = r % 2 ? acc[8 * w + 1] : acc[8 * w];
     high = r % 2 ? acc[8 * w + 7] : acc[8 * w + 6];
+  }
+  if (normalise) {
+    const float rk_low = ptx::lds(smem + kSmemNorm + (16 * warp + r) * 4),
+                rk_high = ptx::lds(smem + kSmemNorm + (16 * warp + r + 8) * 4);
+    low *= rk_low * rk_low;
+    high *= rk_high * rk_high;
   }
   ptx::sts(smem + kSmemNorm + 512 + (16 * warp + r) * 4, low);
   ptx::sts(smem + kSmemNorm + 512 + (16 * warp + r + 8) * 4, high);
@@ -368,41 +377,38 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
     return at.slot < a.slots;
   };
-  Item& s_item = *reinterpret_cast<Item*>(s_all + kSmemItem);  // the next item: in shared memory, for the registers' sake
-  auto prefetch = [&] {
-    const Item next = decode_item(a, at, record);
-    if (tid == 0) {
-      s_item = next;
-      load_tiles<WithPg>(smem, bar, map_k, map_q, next);
-    }
-    load_gates<Gated>(smem, a, next, tid);
-  };
+  Item* s_item = reinterpret_cast<Item*>(s_all + kSmemItem);  // this and the next item: in shared memory, for the registers' sake
+  const bool loader = tid == kThreads - 32;
   load_record();
   bool more = skip_unused();
-  if (more) prefetch();
-  uint32_t phase = 0;
+  if (more) {
+    const Item first = decode_item(a, at, record);
+    if (loader) {
+      s_item[0] = first;
+      load_tiles<WithPg>(smem, bar, map_k, map_q, first);
+    }
+    load_gates<Gated>(smem, a, first, tid);
+  }
+  uint32_t phase = 0;  // of the barrier, and which of s_item
   while (more) {
     ptx::cp_async_wait_all();
     __syncthreads();
-    const Item it = s_item;
+    const Item it = s_item[phase];
     at = {it.slot, it.rest};
     at.advance(a);
     load_record();
+    ptx::mbarrier_wait(bar, phase);
+    phase ^= 1;
     if (it.rows < 64) {
-      ptx::mbarrier_wait(bar, phase);
       zero_tail<WithPg>(smem, it.rows, tid);
       __syncthreads();
     }
     const bool normalise = a.flags & QLA_FLAG_QK_L2NORM;
     if (normalise) {
-      ptx::mbarrier_wait(bar, phase);
       norms<T, WithPg>(smem, tid);
       __syncthreads();
     }
-    if (warp < it.heads) gate_vectors<Gated>(smem, a, it, warp, lane);
     float acc[WithPg ? 64 : 32];
-    ptx::mbarrier_wait(bar, phase);
-    phase ^= 1;
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; k++) {
@@ -410,28 +416,35 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       ptx::wgmma_ss<T, 0>(acc, d, d, k > 0);
     }
     ptx::wgmma_commit();
+    if (warp < it.heads) gate_vectors<Gated>(smem, a, it, warp, lane);  // under the products
+    more = skip_unused();
+    Item next{};
+    if (more) next = decode_item(a, at, record);
+    if (loader) s_item[phase] = next;
     ptx::wgmma_wait();
-    if (WithPg) {
-#pragma unroll
-      for (int i = 32; i < (WithPg ? 64 : 32); i++) acc[i] *= a.scale;
+    if (a.decay) put_key_squares(smem, acc, normalise, warp, lane);
+    __syncthreads();
+    if (more) {
+      if (loader) load_tiles<WithPg>(smem, bar, map_k, map_q, next);
+      load_gates<Gated>(smem, a, next, tid);
     }
+    if (a.decay && warp < it.heads) put_decay(smem, a, it, warp, lane);
     if (normalise) {
-      const uint32_t at = smem + kSmemNorm;
-      const float rk0 = ptx::lds(at + fragment_row(warp, lane) * 4), rk1 = ptx::lds(at + fragment_row(warp, lane) * 4 + 32);
+      const uint32_t norm = smem + kSmemNorm;
+      const float rk0 = ptx::lds(norm + fragment_row(warp, lane) * 4), rk1 = ptx::lds(norm + fragment_row(warp, lane) * 4 + 32);
 #pragma unroll
       for (int n = 0; n < (WithPg ? 16 : 8); n++) {
-        const float2 r = ptx::lds2(at + (8 * n + fragment_col(lane)) * 4);  // rk, then rq
+        const float2 r = ptx::lds2(norm + (8 * n + fragment_col(lane)) * 4);  // rk, then rq
         acc[4 * n] *= rk0 * r.x;
         acc[4 * n + 1] *= rk0 * r.y;
         acc[4 * n + 2] *= rk1 * r.x;
         acc[4 * n + 3] *= rk1 * r.y;
       }
     }
-    if (a.decay) put_key_squares(smem, acc, warp, lane);
-    __syncthreads();
-    if (a.decay && warp < it.heads) put_decay(smem, a, it, warp, lane);
-    more = skip_unused();
-    if (more) prefetch();
+    if (WithPg) {
+#pragma unroll
+      for (int i = 32; i < (WithPg ? 64 : 32); i++) acc[i] *= a.scale;
+    }
     int64_t out = (int64_t(it.slot) * a.num_v_heads + it.v_head) * kTileBytes;
     for (int head = 0; head < it.heads; head++) {
       int opaque = lane;
@@ -447,7 +460,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         gate_and_diagonals<T, 3, Gated>(acc, x);
       const bool poison = tril::off_diagonal_blocks<T>(smem + kSmemAbar, smem + kSmemEx, warp, opaque, 3);
       ptx::proxy_fence();
-      if (sync_or(4, poison)) [[unlikely]] redo_guarded<T, Gated>(acc, x, warp, tid);
+      if (sync_or(4, poison)) [[unlikely]]
+        redo_guarded<T, Gated>(acc, x, warp, tid);
       if constexpr (Gated) {
         if (tid == 0) {
           ptx::bulk_store(a.abar + out, smem + kSmemAbar, kTileBytes);

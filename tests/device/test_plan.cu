@@ -1,0 +1,277 @@
+// plan_segments and cut_items against the host's for_each_segment(): tables, items of both lists, chains; bad boundaries stay
+// inside.
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+#include <tuple>
+
+#include "cuda/kernels/plan_segments/cut.hpp"
+#include "cuda/kernels/plan_segments/launch.hpp"
+#include "device/harness.hpp"
+#include "qla/qla.h"
+
+using namespace qla::cuda;
+using namespace qla::test;
+
+namespace {
+
+struct Tables {
+  std::vector<ChunkRecord> chunks;
+  std::vector<WorkItem> items, pre_items;
+  std::vector<MergeChain> chains;
+  std::vector<uint8_t> transitions;
+  PlanHeader header, pre_header;
+};
+
+struct Problem {
+  std::vector<int64_t> cu;  // boundaries as given
+  int64_t tokens = 0;
+  int heads = 1, v_parts = 1, checkpoint_every = 0;
+  bool wide = false;  // int64 boundaries
+  bool initial = true;
+  std::vector<uint8_t> has_initial;
+  qla::plan::CutRule rule;
+  std::vector<float> decay;  // [slot][heads]
+  int64_t slots() const { return tokens / 64 + int64_t(cu.size()) - 1; }
+  int64_t seqs() const { return int64_t(cu.size()) - 1; }
+};
+
+Tables run(const Problem& p, const std::string& name) {
+  const int64_t segments = qla::plan::most_segments(p.tokens, p.seqs(), p.rule), items = segments * p.heads * p.v_parts;
+  const int64_t states = p.rule.segment_chunks ? (p.tokens / 64 + p.seqs()) / p.rule.segment_chunks * p.heads : 0;
+  std::vector<int32_t> narrow(p.cu.begin(), p.cu.end());
+  Device<int32_t> cu32(narrow);
+  Device<int64_t> cu64(p.cu);
+  Device<uint8_t> flags(p.has_initial.empty() ? std::vector<uint8_t>(1) : p.has_initial);
+  Device<PlanHeader> header(1), pre_header(1);
+  Device<WorkItem> main_items(items), pre_items(std::max<int64_t>(1, 2 * states * p.v_parts));
+  Device<ChunkRecord> chunks(std::max<int64_t>(1, p.slots()));
+  Device<float> decay(p.decay.empty() ? std::vector<float>(1) : p.decay);
+  Device<MergeChain> chains(p.seqs() * p.heads);
+  Device<uint8_t> transitions(std::max<int64_t>(1, states));
+  Device<uint8_t> units(segments * p.heads * segments::kUnitBytes);
+  segments::Args a{};
+  a.cu_seqlens = p.wide ? static_cast<const void*>(cu64.get()) : cu32.get();
+  a.index_dtype = p.wide ? QLA_INT64 : QLA_INT32;
+  a.has_initial = p.initial;
+  a.has_initial_state = p.has_initial.empty() ? nullptr : flags.get();
+  a.num_seqs = p.seqs();
+  a.tokens = p.tokens;
+  a.slots = int32_t(p.slots());
+  a.num_v_heads = p.heads;
+  a.v_parts = p.v_parts;
+  a.checkpoint_every_chunks = p.checkpoint_every;
+  a.header = header.get();
+  a.items = p.rule.segment_chunks ? nullptr : main_items.get();
+  a.chunk_table = chunks.get();
+  cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
+  if (p.rule.segment_chunks) {
+    segments::CutArgs c{};
+    c.plan = a;
+    c.plan.items = main_items.get();
+    c.rule = p.rule;
+    c.decay = decay.get();
+    c.need_bases = 1;
+    c.most_states = int32_t(states);
+    c.most_units = int32_t(segments * p.heads);
+    c.units = units.get();
+    c.pre_v_parts = p.v_parts;
+    c.pre_header = pre_header.get();
+    c.pre_items = pre_items.get();
+    c.chains = chains.get();
+    c.transitions = transitions.get();
+    cuda_ok(segments::launch_cut(c, nullptr), "cut_items");
+  }
+  cuda_ok(cudaDeviceSynchronize(), name.c_str());
+  check(header.guards_intact() && pre_header.guards_intact() && main_items.guards_intact() && pre_items.guards_intact() &&
+            chunks.guards_intact() && chains.guards_intact() && transitions.guards_intact() && units.guards_intact(),
+        name + ": writes stay inside");
+  Tables t{chunks.download(),      main_items.download(), pre_items.download(),    chains.download(),
+           transitions.download(), header.download()[0],  pre_header.download()[0]};
+  check(t.header.num_items >= 0 && t.header.num_items <= items, name + ": number of items");
+  t.items.resize(size_t(std::clamp<int64_t>(t.header.num_items, 0, items)));
+  if (!p.rule.segment_chunks) {
+    t.pre_items.clear();
+    t.chains.clear();
+  } else {
+    t.pre_items.resize(size_t(std::min<int64_t>(t.pre_header.num_items, int64_t(t.pre_items.size()))));
+    t.chains.resize(size_t(std::min<int64_t>(t.pre_header.num_merges, int64_t(t.chains.size()))));
+  }
+  return t;
+}
+
+using Key = std::tuple<int64_t, int, int, int, int, int, int, int, int, int, int, int>;
+Key key(const WorkItem& i, bool with_index) {
+  return {i.token,    i.slot,       i.chunks, i.warmup, i.last_rows,
+          i.sequence, i.v_head,     i.v_part, i.start,  with_index ? i.start_index : 0,
+          i.is_last,  i.first_chunk};
+}
+
+// What the host says of good boundaries.
+void compare(const Problem& p, const Tables& t, const std::string& name) {
+  std::multiset<Key> want, want_pre;
+  std::vector<std::pair<int, int>> want_chains;
+  std::vector<uint8_t> want_transitions;
+  std::map<int64_t, ChunkRecord> records;
+  const int64_t states = p.rule.segment_chunks ? (p.tokens / 64 + p.seqs()) / p.rule.segment_chunks * p.heads : 0;
+  int entry = 0;
+  bool bases = true;
+  std::vector<int64_t> chunk_base(p.seqs() + 1, 0), checkpoint_base(p.seqs() + 1, 0);
+  for (int64_t n = 0; n < p.seqs(); n++) {
+    const int64_t bos = p.cu[n], eos = p.cu[n + 1], chunks = (eos - bos + 63) / 64, slot = bos / 64 + n;
+    chunk_base[n + 1] = chunk_base[n] + chunks;
+    checkpoint_base[n + 1] = checkpoint_base[n] + (p.checkpoint_every ? (eos - bos) / (64 * p.checkpoint_every) : 0);
+    for (int64_t c = 0; c < chunks; c++)
+      records[slot + c] = {bos + 64 * c, int32_t(std::min<int64_t>(64, eos - bos - 64 * c)), int32_t(n)};
+    const bool initial = p.initial && (p.has_initial.empty() || p.has_initial[n]);
+    for (int h = 0; h < p.heads; h++) {
+      const qla::plan::Cut cut = qla::plan::make_cut(chunks, p.rule);
+      int previous = -1;
+      const int first_entry = entry;
+      qla::plan::for_each_segment(
+          cut, p.rule, initial, false, [&](int64_t c) { return p.decay[(slot + c) * p.heads + h]; },
+          [&](const qla::plan::Segment& s) {
+            WorkItem i{};
+            i.first_chunk = int32_t(s.first_chunk - s.warmup_chunks);
+            i.token = bos + 64 * int64_t(i.first_chunk);
+            i.slot = int32_t(slot + i.first_chunk);
+            i.chunks = int32_t(s.walked_chunks());
+            i.warmup = int32_t(s.warmup_chunks);
+            i.last_rows = i.first_chunk + i.chunks < chunks ? 64 : chunks ? int32_t(eos - bos - 64 * (chunks - 1)) : 0;
+            i.sequence = int32_t(n);
+            i.v_head = h;
+            i.start = s.start;
+            i.start_index = s.start == QLA_START_MERGED ? previous : 0;
+            i.is_last = s.is_end;
+            for (i.v_part = 0; i.v_part < p.v_parts; i.v_part++) want.insert(key(i, true));
+            if (!s.needs_end_state) return;
+            i.is_last = 0;
+            i.start = s.start == QLA_START_MERGED ? QLA_START_ZERO : s.start;
+            i.start_index = entry;
+            for (i.v_part = 0; i.v_part < p.v_parts; i.v_part++) want_pre.insert(key(i, true));
+            if (s.needs_transition) {
+              i.start = kStartIdentity;
+              i.start_index = int32_t(states + entry);
+              for (i.v_part = 0; i.v_part < p.v_parts; i.v_part++) want_pre.insert(key(i, true));
+            }
+            want_transitions.push_back(uint8_t(s.needs_transition));
+            previous = entry++;
+          });
+      if (entry > first_entry) want_chains.push_back({first_entry, entry - first_entry});
+    }
+  }
+  std::multiset<Key> got, got_pre;
+  int32_t last_length = INT32_MAX, lengths_wrong = 0;
+  for (const WorkItem& i : t.items) {
+    got.insert(key(i, true));
+    bases &= i.chunk_base == chunk_base[i.sequence] && i.checkpoint_base == checkpoint_base[i.sequence];
+    if (i.start == QLA_START_MERGED && p.rule.segment_chunks) continue;  // those come behind
+    lengths_wrong += i.chunks > last_length + last_length / 4 + 1;
+    last_length = i.chunks;
+  }
+  for (const WorkItem& i : t.pre_items) got_pre.insert(key(i, true));
+  check(got == want, name + ": items of the main pass");
+  check(got_pre == want_pre, name + ": items of the pre-pass");
+  check(bases, name + ": rows of snapshots and checkpoints");
+  check(lengths_wrong == 0, name + ": longest first");
+  std::vector<std::pair<int, int>> chains;
+  for (const MergeChain& c : t.chains) chains.push_back({c.first, c.count});
+  std::sort(chains.begin(), chains.end());
+  check(chains == want_chains, name + ": chains");
+  bool same = true;
+  for (size_t i = 0; i < want_transitions.size(); i++) same &= t.transitions[i] == want_transitions[i];
+  check(same, name + ": transitions");
+  bool table = true;
+  for (int64_t s = 0; s < p.slots(); s++) {
+    const auto found = records.find(s);
+    const ChunkRecord& r = t.chunks[s];
+    table &= found == records.end()
+                 ? r.rows == 0
+                 : r.rows == found->second.rows && r.token == found->second.token && r.sequence == found->second.sequence;
+  }
+  check(table, name + ": chunk table");
+  check(t.header.end_token == p.cu.back() && t.header.valid_tokens == 1, name + ": header");
+}
+
+// Whatever the boundaries: records and items lie inside.
+void inside(const Problem& p, const Tables& t, const std::string& name) {
+  bool good = t.header.valid_tokens == 0 && t.header.end_token >= 0 && t.header.end_token <= p.tokens;
+  for (const ChunkRecord& r : t.chunks)
+    good &= r.rows == 0 || (r.rows > 0 && r.rows <= 64 && r.token >= 0 && r.token + r.rows <= p.tokens && r.sequence >= 0 &&
+                            r.sequence < p.seqs());
+  for (const auto* list : {&t.items, &t.pre_items})
+    for (const WorkItem& i : *list) {
+      good &= i.token >= 0 && i.chunks >= 0 && i.slot >= 0 && int64_t(i.slot) + i.chunks <= p.slots() && i.sequence >= 0 &&
+              i.sequence < p.seqs() && i.v_head >= 0 && i.v_head < p.heads;
+      if (i.chunks > 0)
+        good &= i.token + 64 * int64_t(i.chunks - 1) + i.last_rows <= p.tokens && i.last_rows >= 1 && i.last_rows <= 64;
+    }
+  check(good, name + ": everything stays inside");
+}
+
+}  // namespace
+
+int main() {
+  cuda_ok(segments::prepare(), "prepare");
+  std::mt19937 rng(11);
+  auto pick = [&](int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(rng); };
+  auto boundaries = [&](std::vector<int64_t> lens, int64_t padding) {
+    Problem p;
+    p.cu = {0};
+    for (int64_t l : lens) p.cu.push_back(p.cu.back() + l);
+    p.tokens = p.cu.back() + padding;
+    return p;
+  };
+  auto gates = [&](Problem& p) {
+    p.decay.resize(size_t(p.slots() * p.heads));
+    for (int64_t s = 0; s < p.slots(); s++)
+      for (int h = 0; h < p.heads; h++) p.decay[s * p.heads + h] = h % 4 == 0 ? 0.f : -0.1f * float(pick(0, h % 4 == 1 ? 4 : 60));
+  };
+  for (int round = 0; round < 30; round++) {
+    std::vector<int64_t> lens(size_t(pick(1, round % 5 == 0 ? 1500 : 12)));
+    for (auto& l : lens) l = pick(0, 9) == 0 ? 0 : pick(0, 3) == 0 ? pick(1, 9000) : pick(1, 200);
+    Problem p = boundaries(lens, pick(0, 200));
+    p.heads = int(pick(1, 9));
+    p.v_parts = int(pick(1, 2));
+    p.wide = pick(0, 1);
+    p.initial = pick(0, 3) != 0;
+    p.checkpoint_every = int(pick(0, 2)) * 3;
+    if (pick(0, 1))
+      for (size_t n = 0; n < lens.size(); n++) p.has_initial.push_back(uint8_t(pick(0, 1)));
+    if (round % 3 != 0) {
+      p.rule.segment_chunks = pick(1, 40);
+      p.rule.max_warmup_chunks = pick(0, 2 * p.rule.segment_chunks);
+      p.rule.exact = pick(0, 5) == 0;
+      p.rule.balance = int32_t(pick(0, 1));
+    }
+    gates(p);
+    const std::string name = "round " + std::to_string(round) + " (" + std::to_string(lens.size()) + " sequences, " +
+                             std::to_string(p.heads) + " heads, L " + std::to_string(p.rule.segment_chunks) + ")";
+    compare(p, run(p, name), name);
+  }
+  {  // one very long sequence, and very many
+    Problem p = boundaries({1048576 - 7}, 7);
+    p.heads = 8;
+    p.rule.segment_chunks = 300;
+    p.rule.max_warmup_chunks = 150;
+    gates(p);
+    compare(p, run(p, "a million tokens"), "a million tokens");
+    Problem q = boundaries(std::vector<int64_t>(70000, 3), 0);
+    gates(q);
+    compare(q, run(q, "70,000 sequences"), "70,000 sequences");
+  }
+  for (int round = 0; round < 20; round++) {  // bad boundaries
+    Problem p;
+    p.tokens = pick(1, 3000);
+    const int64_t n = pick(1, 20);
+    for (int64_t i = 0; i <= n; i++) p.cu.push_back(pick(0, 1) ? pick(-5000, 8000) : pick(0, p.tokens));
+    p.cu[size_t(pick(0, n))] = pick(0, 1) ? INT32_MAX : INT32_MIN;
+    p.heads = 3;
+    if (round % 2) p.rule.segment_chunks = pick(1, 8), p.rule.max_warmup_chunks = 4;
+    gates(p);
+    const std::string name = "bad boundaries " + std::to_string(round);
+    inside(p, run(p, name), name);
+  }
+  return summary("plan");
+}
