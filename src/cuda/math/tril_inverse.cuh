@@ -32,16 +32,20 @@ inline constexpr int kExP = 0, kExQ = 4096, kExBytes = 8192;
 inline constexpr int kPitchU = 20, kBlockU = (16 * kPitchU + 4) * 4;
 static_assert(4 * kBlockU <= 6144);
 
-// where block (b, w) (rows 16 b, columns 16 w) of a 5-KiB tile begins, and in it a lane's address for stmatrix_x4_trans
-__host__ __device__ __forceinline__ constexpr int tile_block(int b, int w) { return panel_offset(w) + (b - w) * 512; }
+// Where block (b, w) (rows 16 b, columns 16 w) of a tile begins, and in it a lane's address for stmatrix_x4_trans. Spread: the
+// 8-KiB tile of the consumer, its upper blocks standing zeros; else the 5-KiB tile as it lies in memory (formats.hpp).
+template <bool Spread>
+__host__ __device__ __forceinline__ constexpr int tile_block(int b, int w) {
+  return Spread ? w * 2048 + b * 512 : panel_offset(w) + (b - w) * 512;
+}
 __device__ __forceinline__ uint32_t tile_lane(int lane) {
   return swizzle_32((lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16);
 }
 
 // z: a 16 x 16 accumulator block [j][i]; to rows i, columns j of block (b, w) of the tile
-template <typename T>
+template <typename T, bool Spread = false>
 __device__ __forceinline__ void put_tile(uint32_t tile, const float* z, int b, int w, int lane) {
-  ptx::stmatrix_x4_trans(tile + tile_block(b, w) + tile_lane(lane), pack<T>(z[0], z[1]), pack<T>(z[2], z[3]), pack<T>(z[4], z[5]),
+  ptx::stmatrix_x4_trans(tile + tile_block<Spread>(b, w) + tile_lane(lane), pack<T>(z[0], z[1]), pack<T>(z[2], z[3]), pack<T>(z[4], z[5]),
                          pack<T>(z[6], z[7]));
 }
 // the same to rows n0 + i, k = k0 + j of an exchange region, in fp16
@@ -97,7 +101,7 @@ __device__ __forceinline__ void substitute(float (&x)[16], uint32_t u, int c) {
   }
 }
 // Two diagonal blocks, 2 half and 2 half + 1, by one warp: to the tile and as operands to the exchange regions.
-template <typename T>
+template <typename T, bool Spread = false>
 __device__ __forceinline__ void diagonal_inverses(uint32_t tile, uint32_t ex, uint32_t s_u, int half, int lane) {
   const int hi = lane / 16, c = lane % 16, b = 2 * half + hi;
   float t[16];
@@ -113,14 +117,14 @@ __device__ __forceinline__ void diagonal_inverses(uint32_t tile, uint32_t ex, ui
       ptx::sts4u(ex + kExP + hi * 2048 + swizzle_128(c * 128 + 64 + 32 * hi + 16 * q), a0, a1, a2, a3);
       if (hi) ptx::sts4u(ex + kExQ + 2048 + swizzle_128(c * 128 + 64 + 16 * q), a0, a1, a2, a3);
     }
-    ptx::sts4u(tile + tile_block(b, b) + swizzle_32(c * 32 + 16 * q), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
+    ptx::sts4u(tile + tile_block<Spread>(b, b) + swizzle_32(c * 32 + 16 * q), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
                pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
   }
 }
 
 // The off-diagonal blocks; all four warps, between two barriers of theirs (`barrier`: one more inside). Returns whether this
 // thread met an inf or a NaN: an operand that overflowed poisons a whole row or column of a block that is looked at.
-template <typename T>
+template <typename T, bool Spread = false>
 __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, int warp, int lane, int barrier) {
   using ptx::wgmma_rs;
   uint32_t ta[8], f[4];
@@ -157,14 +161,14 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
   for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, descriptor_k_major(ex + kExP + 32 * k), k > 0);
   ptx::wgmma_commit();
   if (warp == 0) {
-    put_tile<T>(tile, z2, 1, 0, lane);
+    put_tile<T, Spread>(tile, z2, 1, 0, lane);
 #pragma unroll
     for (int i = 0; i < 8; i++) poison = fmaf(z2[i], 0.f, poison);
   }
   if (warp == 2) {
     put_exchange(ex + kExP, z2 + 8, 16, 32, lane);
     ptx::proxy_fence();
-    put_tile<T>(tile, z2 + 8, 3, 2, lane);
+    put_tile<T, Spread>(tile, z2 + 8, 3, 2, lane);
 #pragma unroll
     for (int i = 8; i < 16; i++) poison = fmaf(z2[i], 0.f, poison);
   }
@@ -178,8 +182,8 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
   ptx::wgmma_commit();
   ptx::wgmma_wait();
   if (warp < 2) {
-    put_tile<T>(tile, z2, 2, warp, lane);
-    put_tile<T>(tile, z2 + 8, 3, warp, lane);
+    put_tile<T, Spread>(tile, z2, 2, warp, lane);
+    put_tile<T, Spread>(tile, z2 + 8, 3, warp, lane);
 #pragma unroll
     for (int i = 0; i < 16; i++) poison = fmaf(z2[i], 0.f, poison);
   }
@@ -195,8 +199,8 @@ __device__ __forceinline__ void put_u_guarded(uint32_t mem, const float* u, int 
   for (int i = 0; i < 8; i++) ptx::sts(mem + guarded_block(b, w) + ((i / 4 * 8 + c + i % 2) * 16 + r + i % 4 / 2 * 8) * 4, u[i]);
 }
 // 16 columns at a time: eight lanes a column share each row's sum. The caller synchronises before and after.
-template <typename T>
-__device__ __noinline__ void guarded_inverse(uint32_t tile, uint32_t mem, int tid) {
+template <typename T, bool Spread = false>
+__device__ __forceinline__ void guarded_inverse_inline(uint32_t tile, uint32_t mem, int tid) {
   const int c = tid / 8, part = tid % 8;
   const uint32_t x = mem + 10240 + c * 4;  // x[row] at 64 row
   for (int w = 0; w < 4; w++) {
@@ -213,13 +217,19 @@ __device__ __noinline__ void guarded_inverse(uint32_t tile, uint32_t mem, int ti
       if (part == 0) {
         ptx::sts(x + 64 * i, sum);
         const T value = from_float<T>(sum);
-        asm volatile("st.shared.b16 [%0], %1;" ::"r"(tile + panel_offset(w) + swizzle_32(i * 32 + c * 2)),
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(tile + tile_block<Spread>(w, w) + swizzle_32(i * 32 + c * 2)),
                      "h"(reinterpret_cast<const uint16_t&>(value))
                      : "memory");
       }
       __syncwarp();
     }
   }
+}
+
+// A kernel that redistributes registers (setmaxnreg) inlines it: a function may use more than its role has.
+template <typename T>
+__device__ __noinline__ void guarded_inverse(uint32_t tile, uint32_t mem, int tid) {
+  guarded_inverse_inline<T>(tile, mem, tid);
 }
 
 }  // namespace qla::cuda::tril

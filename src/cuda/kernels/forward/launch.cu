@@ -39,8 +39,11 @@ void launch_forward(const ForwardParams& p, int num_sms, cudaStream_t stream) {
     }
   }
   const int grid = std::max(1, std::min(p.max_items, num_sms));
-  const cudaError_t e = bf16 ? launch_forward_type<__nv_bfloat16>(args, grid, stream) : launch_forward_type<__half>(args, grid, stream);
-  check(e, concat("launch of ", grid, " CTAs, ", bf16 ? "bf16" : "fp16", p.v_parts == 2 ? ", V split" : "", p.output ? "" : ", no output").c_str());
+  const cudaError_t e =
+      bf16 ? launch_forward_type<__nv_bfloat16>(args, grid, stream) : launch_forward_type<__half>(args, grid, stream);
+  check(e, concat("launch of ", grid, " CTAs, ", bf16 ? "bf16" : "fp16", p.v_parts == 2 ? ", V split" : "",
+                  p.output ? "" : ", no output")
+               .c_str());
 }
 
 }  // namespace qla::cuda

@@ -1,4 +1,5 @@
-// The variants of one element type: attributes and launches. Included by one .cu an element type, so that they compile side by side.
+// The variants of one element type: attributes and launches. Included by one .cu an element type, so that they compile side by
+// side.
 #pragma once
 
 #include "cuda/kernels/forward/kernel.cuh"
@@ -38,8 +39,11 @@ cudaError_t prepare_forward_type() {
 template <typename T>
 cudaError_t launch_forward_type(const ForwardArgs& args, int grid, cudaStream_t stream) {
   const bool split = args.p.v_parts == 2;
-  if (args.p.output) return split ? launch_variant<ForwardConfig<1, true>, Wgmma<T>>(args, grid, stream) : launch_variant<ForwardConfig<2, true>, Wgmma<T>>(args, grid, stream);
-  return split ? launch_variant<ForwardConfig<1, false>, Wgmma<T>>(args, grid, stream) : launch_variant<ForwardConfig<2, false>, Wgmma<T>>(args, grid, stream);
+  if (args.p.output)
+    return split ? launch_variant<ForwardConfig<1, true>, Wgmma<T>>(args, grid, stream)
+                 : launch_variant<ForwardConfig<2, true>, Wgmma<T>>(args, grid, stream);
+  return split ? launch_variant<ForwardConfig<1, false>, Wgmma<T>>(args, grid, stream)
+               : launch_variant<ForwardConfig<2, false>, Wgmma<T>>(args, grid, stream);
 }
 
 }  // namespace qla::cuda

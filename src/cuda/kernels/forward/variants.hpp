@@ -11,7 +11,7 @@ namespace qla::cuda {
 struct ForwardArgs {
   CUtensorMap q, k, v, o;  // dims {128, heads, tokens, batch}, box {64, 1, 64, 1}
   ForwardParams p;
-  int64_t row_tokens;      // tokens of a row of the maps' batch dimension
+  int64_t row_tokens;  // tokens of a row of the maps' batch dimension
 };
 
 template <typename T>

@@ -1,0 +1,280 @@
+// The forward kernel's load role, and its helpers: rows past a sequence's end, zero outputs, and in the fused form the gate
+// vectors.
+#pragma once
+
+#include "cuda/kernels/chunk_intra/gates.cuh"
+#include "cuda/kernels/forward/smem.cuh"
+#include "cuda/math/exp.cuh"
+#include "cuda/math/warp.cuh"
+#include "cuda/tile/pack.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace qla::cuda {
+
+// Helper warps: 1 .. kParts store O of one state warpgroup each (or idle, without output), the last one, 3, does what else there
+// is.
+inline constexpr int kHelperWarp = 3;
+
+// ---- load role: one thread
+__device__ __forceinline__ void fetch_item(const ForwardArgs& a, ItemSlot& s, int index) {
+  s.valid = index < a.p.plan->num_items;
+  if (!s.valid) return;
+  WorkItem it = a.p.items[index];
+  int64_t state = it.sequence;
+  s.skip_rows = 0;
+  if (a.p.state_indices) {
+    state = a.p.state_indices_dtype == QLA_INT64 ? static_cast<const int64_t*>(a.p.state_indices)[it.sequence]
+                                                 : static_cast<const int32_t*>(a.p.state_indices)[it.sequence];
+    if (state < 0) {
+      s.skip_rows = it.chunks > it.warmup ? (it.chunks - it.warmup - 1) * 64 + it.last_rows : 0;
+      it.token += int64_t(it.warmup) * 64;
+      it.chunks = it.warmup = 0;
+      it.last_rows = 64;
+      it.is_last = 0;
+      it.start = QLA_START_ZERO;
+    }
+  }
+  if (it.start == QLA_START_INITIAL &&
+      (!a.p.initial_state.data || (a.p.has_initial_state && !a.p.has_initial_state[it.sequence])))
+    it.start = QLA_START_ZERO;
+  s.item = it;
+  s.state_index = int32_t(state);
+  s.batch = int32_t(it.token / a.row_tokens);
+  s.row = int32_t(it.token - s.batch * a.row_tokens);
+}
+
+template <class Cfg>
+__device__ __forceinline__ void load_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm) {
+  Ring<Cfg::kStages> ring;
+  Ring<Cfg::kItemSlots> slots;
+  const auto tiles = sm.tiles();
+  const auto items = sm.items();
+  const int group = a.p.num_v_heads / a.p.num_k_heads;
+  for (int index = blockIdx.x;;) {
+    items.producer_wait(slots);
+    ItemSlot& s = sm.slot(slots.stage);
+    fetch_item(a, s, index);
+    ptx::mbarrier_arrive(items.full(slots.stage));
+    if (!s.valid) break;
+    slots.advance();
+    const int chunks = s.item.chunks, v_head = s.item.v_head, k_head = v_head / group, batch = s.batch,
+              v_col = s.item.v_part * 64;
+    const bool has_v = s.item.start != kStartIdentity;
+    int row = s.row;
+    int64_t record = int64_t(s.item.slot) * a.p.num_v_heads + v_head;
+    for (int c = 0; c < chunks; c++, row += 64, record += a.p.num_v_heads) {
+      tiles.producer_wait(ring);
+      const bool raw = Cfg::kFused || (c == chunks - 1 && s.item.last_rows != 64);
+      const uint32_t st = sm.stage(ring.stage), bar = raw ? sm.raw(ring.stage) : tiles.full(ring.stage);
+      ptx::mbarrier_arrive_expect(bar, Cfg::kLoadBytes - (has_v ? 0 : Cfg::kVBytes));
+#pragma unroll
+      for (int p = 0; p < 2; p++) {
+        ptx::tensor_load_4d(st + p * Cfg::kPanelBytes, &a.k, 64 * p, k_head, row, batch, bar);
+        if constexpr (Cfg::kOutput) ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
+      }
+      if constexpr (!Cfg::kFused) ptx::bulk_load(st + Cfg::kOffVec, a.p.vec + record * kVecFloats, kVecBytesForward, bar);
+      if (has_v) {
+#pragma unroll
+        for (int p = 0; p < Cfg::kParts; p++)
+          ptx::tensor_load_4d(st + Cfg::kOffV + p * 8192, &a.v, v_col + 64 * p, v_head, row, batch, bar);
+      }
+#pragma unroll
+      for (int w = 0; !Cfg::kFused && w < 4; w++) {
+        ptx::bulk_load(st + Cfg::kOffA + 2560 * w, a.p.abar + record * kTileBytes + panel_offset(w), panel_bytes(w), bar);
+        if constexpr (Cfg::kOutput)
+          ptx::bulk_load(st + Cfg::kOffP + 2560 * w, a.p.pg + record * kTileBytes + panel_offset(w), panel_bytes(w), bar);
+      }
+      ring.advance();
+    }
+    index = gridDim.x + atomicAdd(&a.p.plan->next_item, 1);
+  }
+}
+
+// ---- helpers
+__device__ __forceinline__ void zero_output(const ForwardArgs& a, int batch, int row, int v_head, int col, int cols16, int lane,
+                                            int lanes) {
+  char* o = static_cast<char*>(const_cast<void*>(a.p.o.data)) +
+            2 * (batch * a.p.o.stride_b + row * a.p.o.stride_t + v_head * a.p.o.stride_h + col);
+  for (int i = lane; i < cols16; i += lanes) *reinterpret_cast<uint4*>(o + 16 * i) = make_uint4(0, 0, 0, 0);
+}
+
+// O^T of a state warpgroup's 64 value columns, in V's place, to global memory: a whole chunk by tensor store, a tail row by row.
+// Then the stage is handed back.
+template <class Cfg>
+__device__ __forceinline__ void store_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, int part, int lane) {
+  const auto tiles = sm.tiles();
+  const auto items = sm.items();
+  Ring<Cfg::kStages> ring;
+  Ring<Cfg::kItemSlots> slots;
+  for (;;) {
+    items.consumer_wait(slots);
+    const uint32_t item = sm.slot_address(slots.stage);
+    if (!slot::valid(item)) break;
+    const int chunks = slot::chunks(item), warmup = slot::warmup(item), v_head = slot::v_head(item), batch = slot::batch(item),
+              col = slot::v_part(item) * 64 + part * 64;
+    int row = slot::row(item);
+#pragma unroll 1
+    for (int c = 0; c < chunks; c++, row += 64) {
+      ptx::mbarrier_wait(sm.out_full(part, ring.stage), ring.phase);
+      const uint32_t tile = sm.stage(ring.stage) + Cfg::kOffV + part * 8192;
+      const int rows = c == chunks - 1 ? slot::last_rows(item) : 64;
+      if (c >= warmup && rows != 64) {
+        char* o = static_cast<char*>(const_cast<void*>(a.p.o.data)) +
+                  2 * (batch * a.p.o.stride_b + row * a.p.o.stride_t + v_head * a.p.o.stride_h + col);
+#pragma unroll 1
+        for (int r = lane / 8; r < rows; r += 4)
+          *reinterpret_cast<uint4*>(o + 2 * r * a.p.o.stride_t + lane % 8 * 16) =
+              ptx::lds4u(tile + swizzle_128(r * 128 + lane % 8 * 16));
+        __syncwarp();
+      }
+      if (lane == 0) {
+        if (c >= warmup && rows == 64) {
+          ptx::tensor_store_4d(&a.o, col, v_head, row, batch, tile);
+          ptx::bulk_commit();
+          ptx::bulk_wait_read();
+        }
+        tiles.release(ring);
+      }
+      ring.advance();
+    }
+    __syncwarp();
+    if (lane == 0) items.release(slots);
+    slots.advance();
+  }
+  if (lane == 0) ptx::bulk_wait();
+}
+
+// rows past the chunk's end: K (and Q) panels and V panels are all runs of 64 rows of 128 bytes
+template <class Cfg>
+__device__ __forceinline__ void zero_rows(uint32_t stage, int rows, int lane) {
+  constexpr int kRuns = (Cfg::kKqBytes + Cfg::kVBytes) / 8192;
+  const int piece = (64 - rows) * 8;
+  for (int i = lane; i < kRuns * piece; i += 32) ptx::sts4u(stage + i / piece * 8192 + rows * 128 + i % piece * 16, 0, 0, 0, 0);
+  ptx::proxy_fence();
+}
+
+// Fused: inverse norms of K and Q rows, to the places of two vectors that are written after they have been read.
+template <typename T, class Cfg>
+__device__ __forceinline__ void norms(uint32_t stage, int lane) {
+#pragma unroll 1
+  for (int i = lane; i < 128; i += 32) {
+    const int row = i % 64, which = i / 64;
+    float sum = 0.f;
+#pragma unroll 4
+    for (int p = 0; p < 16; p++) {
+      const uint4 x = ptx::lds4u(stage + p / 8 * 16384 + which * 8192 + swizzle_128(row * 128 + p % 8 * 16));
+      const float2 f0 = unpack<T>(x.x), f1 = unpack<T>(x.y), f2 = unpack<T>(x.z), f3 = unpack<T>(x.w);
+      sum = fmaf(f0.x, f0.x, fmaf(f0.y, f0.y, fmaf(f1.x, f1.x, fmaf(f1.y, f1.y, sum))));
+      sum = fmaf(f2.x, f2.x, fmaf(f2.y, f2.y, fmaf(f3.x, f3.x, fmaf(f3.y, f3.y, sum))));
+    }
+    ptx::sts(stage + Cfg::kOffVec + (which ? kVecRatio : kVecCol) * 4 + row * 4, 1.f / sqrtf(sum + 1e-6f));
+  }
+}
+
+// Fused: what a chunk needs before the other roles: its tail zeroed, norms, gate vectors (F0), (F1) by one warp, a lane rows 2
+// lane and 2 lane + 1.
+template <class Cfg, typename T>
+__device__ __forceinline__ void prepare_chunks(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, const ItemSlot& s,
+                                               Ring<Cfg::kStages>& ring, int lane) {
+  const int chunks = s.item.chunks;
+  const bool normalise = a.p.flags & QLA_FLAG_QK_L2NORM;
+  const int64_t h = s.item.v_head;
+  float rate = 1.f, bias = 0.f;
+  if (a.p.flags & QLA_FLAG_RAW_GATE) {
+    rate = expf(intra::load_element(a.p.a_log, h * a.p.a_log.stride[2]));
+    if (a.p.dt_bias.data) bias = intra::load_element(a.p.dt_bias, h * a.p.dt_bias.stride[2]);
+  }
+#pragma unroll 1
+  for (int c = 0; c < chunks; c++) {
+    const int rows = c == chunks - 1 ? s.item.last_rows : 64;
+    float2 g = make_float2(0.f, 0.f), beta = g;
+    const int64_t token = s.row + 64 * c + 2 * lane;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (2 * lane + i < rows) {
+        if (a.p.g.data)
+          (i ? g.y : g.x) =
+              intra::load_element(a.p.g, s.batch * a.p.g.stride[0] + (token + i) * a.p.g.stride[1] + h * a.p.g.stride[2]);
+        (i ? beta.y : beta.x) = intra::load_element(
+            a.p.beta, s.batch * a.p.beta.stride[0] + (token + i) * a.p.beta.stride[1] + h * a.p.beta.stride[2]);
+      }
+    }
+    ptx::mbarrier_wait(sm.raw(ring.stage), ring.phase);
+    const uint32_t stage = sm.stage(ring.stage), vec = stage + Cfg::kOffVec + lane * 8;
+    if (rows != 64) zero_rows<Cfg>(stage, rows, lane);
+    __syncwarp();
+    if (normalise) norms<T, Cfg>(stage, lane);
+    __syncwarp();
+    {
+      const bool in0 = 2 * lane < rows, in1 = 2 * lane + 1 < rows;
+      beta.x = in0 ? intra::decode_beta(beta.x, a.p.flags) : 0.f;
+      beta.y = in1 ? intra::decode_beta(beta.y, a.p.flags) : 0.f;
+      if (a.p.g.data) {
+        g.x = in0 ? intra::decode_gate(g.x, a.p.flags, rate, bias) * kLog2e : 0.f;
+        g.y = in1 ? intra::decode_gate(g.y, a.p.flags, rate, bias) * kLog2e : 0.f;
+      }
+      const float through = warp_inclusive_sum(g.x + g.y, lane);
+      const float c0 = through - g.y, c1 = through, last = __shfl_sync(~0u, through, 31);
+      float2 rk = make_float2(1.f, 1.f), rq = rk;
+      if (normalise) {
+        rk = ptx::lds2(vec + kVecCol * 4);
+        rq = ptx::lds2(vec + kVecRatio * 4);
+      }
+      const float gamma0 = exp2_approx(c0), gamma1 = exp2_approx(c1);
+      ptx::sts2(vec + kVecK * 4, gamma0 * rk.x, gamma1 * rk.y);
+      ptx::sts2(vec + kVecQ * 4, a.p.scale * gamma0 * rq.x, a.p.scale * gamma1 * rq.y);
+      ptx::sts2(vec + kVecE * 4, exp2_approx(last - c0) * beta.x * rk.x, exp2_approx(last - c1) * beta.y * rk.y);
+      ptx::sts2(vec + kVecGamma * 4, gamma0, gamma1);
+      ptx::sts2(vec + kVecCum * 4, c0, c1);
+      ptx::sts2(vec + kVecCol * 4, normalise ? c0 + log2_approx(rk.x) : c0, normalise ? c1 + log2_approx(rk.y) : c1);
+      ptx::sts2(vec + kVecRow * 4, beta.x * rk.x, beta.y * rk.y);
+      ptx::sts2(vec + kVecRatio * 4, normalise ? a.p.scale * rq.x / rk.x : a.p.scale,
+                normalise ? a.p.scale * rq.y / rk.y : a.p.scale);
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(sm.tiles().full(ring.stage));
+    }
+    ring.advance();
+  }
+}
+
+template <class Cfg, typename T>
+__device__ __forceinline__ void helper_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, int lane) {
+  const auto tiles = sm.tiles();
+  const auto items = sm.items();
+  if constexpr (Cfg::kOutput) {  // tokens after the last sequence
+    const int64_t heads = a.p.num_v_heads, end = a.p.plan->end_token * heads, rows = a.p.batch * a.p.tokens * heads;
+    for (int64_t r = end + blockIdx.x; r < rows; r += gridDim.x) {
+      const int64_t token = r / heads, batch = token / a.row_tokens;
+      zero_output(a, int(batch), int(token - batch * a.row_tokens), int(r - token * heads), 0, 16, lane, 32);
+    }
+  }
+  Ring<Cfg::kItemSlots> slots;
+  Ring<Cfg::kStages> ring;
+  uint32_t walked = 0;  // chunks
+  uint32_t phases = 0;  // parity of raw[stage], a bit each: it advances only in that stage's tails
+  for (;;) {
+    items.consumer_wait(slots);
+    const ItemSlot& s = sm.slot(slots.stage);
+    if (!s.valid) break;
+    const int chunks = s.item.chunks, rows = s.item.last_rows;
+    if constexpr (Cfg::kOutput) {
+      for (int r = lane / 8; r < s.skip_rows; r += 4)
+        zero_output(a, s.batch, s.row + r, s.item.v_head, s.item.v_part * 64, 8 * Cfg::kParts, lane % 8, 8);
+    }
+    if constexpr (Cfg::kFused) prepare_chunks<Cfg, T>(a, sm, s, ring, lane);
+    __syncwarp();
+    if (lane == 0) items.release(slots);
+    slots.advance();
+    if constexpr (Cfg::kFused) continue;
+    walked += chunks;
+    if (chunks == 0 || rows == 64) continue;
+    const int stage = (walked - 1) % Cfg::kStages;
+    ptx::mbarrier_wait(sm.raw(stage), phases >> stage & 1);
+    phases ^= 1u << stage;
+    zero_rows<Cfg>(sm.stage(stage), rows, lane);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(tiles.full(stage));
+  }
+}
+
+}  // namespace qla::cuda
