@@ -57,7 +57,7 @@ def lengths_of(name: str) -> list[int]:
 
 def find_table(given: Path | None) -> Path:
     here = Path(__file__).resolve().parent
-    for path in [given] if given else [here / "bench/peers_h200.csv", here.parent.parent / "bench/peers_h200.csv"]:
+    for path in [given] if given else [here / "data/peers_h200.csv", here.parent.parent / "bench/peers_h200.csv"]:
         if path.exists():
             return path
     raise ValueError("--table: found no bench/peers_h200.csv beside the package; give its path with --table")
