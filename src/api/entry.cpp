@@ -11,9 +11,46 @@
 namespace qla::api {
 namespace {
 
+// A call whose arguments hold together, on the backend that serves it: every entry point below begins here.
 template <typename Args>
-bool on_cuda(const Args& args) {
-  return resolve_backend(args.backend, args.device, args.stream) == QLA_BACKEND_CUDA;
+struct Call {
+  const Args& args;
+  const Problem problem;
+  const bool cuda;
+
+  Call(const Args* pointer, Stage stage)
+      : args(checked(pointer, "args")),
+        problem(validate(args, stage)),
+        cuda(resolve_backend(args.backend, args.device, args.stream) == QLA_BACKEND_CUDA) {
+    check_backend(args);
+    if (stage == Stage::Run && cuda && args.saved.data != nullptr) validate_saved(args.saved, saved_bytes());
+  }
+
+  size_t saved_bytes() const { return cuda ? cuda::forward_saved(problem) : 0; }  // the CPU recomputes
+
+ private:
+  void check_backend(const qla_gdn_forward_args&) const {
+    cuda ? cuda::forward_check(args, problem) : cpu::forward_check(args, problem);
+  }
+  void check_backend(const qla_gdn_backward_args&) const {
+    cuda ? cuda::backward_check(args, problem) : cpu::backward_check(args, problem);
+  }
+};
+using ForwardCall = Call<qla_gdn_forward_args>;
+using BackwardCall = Call<qla_gdn_backward_args>;
+
+size_t workspace_of(const ForwardCall& call) {
+  return call.cuda ? cuda::forward_workspace(call.args, call.problem) : cpu::forward_workspace(call.args, call.problem);
+}
+
+struct Range {
+  size_t least = 0, best = 0;
+};
+Range workspace_of(const BackwardCall& call) {
+  Range range;
+  call.cuda ? cuda::backward_workspace(call.args, call.problem, &range.least, &range.best)
+            : cpu::backward_workspace(call.args, call.problem, &range.least, &range.best);
+  return range;
 }
 
 }  // namespace
@@ -88,74 +125,44 @@ qla_status qla_prepare(int32_t device) {
   return guarded([&] { qla::cuda::prepare(device); });
 }
 
-qla_status qla_gdn_forward_check(const qla_gdn_forward_args* pointer) {
-  return guarded([&] {
-    const auto& args = checked(pointer, "args");
-    const qla::Problem problem = validate(args, Stage::Query);
-    on_cuda(args) ? qla::cuda::forward_check(args, problem) : qla::cpu::forward_check(args, problem);
-  });
+qla_status qla_gdn_forward_check(const qla_gdn_forward_args* args) {
+  return guarded([&] { ForwardCall(args, Stage::Query); });
 }
 
-qla_status qla_gdn_backward_check(const qla_gdn_backward_args* pointer) {
-  return guarded([&] {
-    const auto& args = checked(pointer, "args");
-    const qla::Problem problem = validate(args, Stage::Query);
-    on_cuda(args) ? qla::cuda::backward_check(args, problem) : qla::cpu::backward_check(args, problem);
-  });
+qla_status qla_gdn_backward_check(const qla_gdn_backward_args* args) {
+  return guarded([&] { BackwardCall(args, Stage::Query); });
 }
 
-qla_status qla_gdn_forward_workspace(const qla_gdn_forward_args* pointer, size_t* bytes) {
-  return guarded([&] {
-    const auto& args = checked(pointer, "args");
-    size_t& answer = required(bytes, "bytes");
-    const qla::Problem problem = validate(args, Stage::Query);
-    answer = on_cuda(args) ? qla::cuda::forward_workspace(args, problem) : qla::cpu::forward_workspace(args, problem);
-  });
+qla_status qla_gdn_forward_workspace(const qla_gdn_forward_args* args, size_t* bytes) {
+  return guarded([&] { required(bytes, "bytes") = workspace_of(ForwardCall(args, Stage::Query)); });
 }
 
-qla_status qla_gdn_forward_saved(const qla_gdn_forward_args* pointer, size_t* bytes) {
-  return guarded([&] {
-    const auto& args = checked(pointer, "args");
-    size_t& answer = required(bytes, "bytes");
-    const qla::Problem problem = validate(args, Stage::Query);
-    answer = on_cuda(args) ? qla::cuda::forward_saved(args, problem) : 0;  // the CPU recomputes
-  });
+qla_status qla_gdn_forward_saved(const qla_gdn_forward_args* args, size_t* bytes) {
+  return guarded([&] { required(bytes, "bytes") = ForwardCall(args, Stage::Query).saved_bytes(); });
 }
 
-qla_status qla_gdn_backward_workspace(const qla_gdn_backward_args* pointer, size_t* least, size_t* best) {
+qla_status qla_gdn_backward_workspace(const qla_gdn_backward_args* args, size_t* least, size_t* best) {
   return guarded([&] {
-    const auto& args = checked(pointer, "args");
-    size_t least_bytes = 0, best_bytes = 0;
     required(least, "least"), required(best, "best");
-    const qla::Problem problem = validate(args, Stage::Query);
-    on_cuda(args) ? qla::cuda::backward_workspace(args, problem, &least_bytes, &best_bytes)
-                  : qla::cpu::backward_workspace(args, problem, &least_bytes, &best_bytes);
-    *least = least_bytes;
-    *best = best_bytes;
+    const Range range = workspace_of(BackwardCall(args, Stage::Query));
+    *least = range.least;
+    *best = range.best;
   });
 }
 
-qla_status qla_gdn_forward(const qla_gdn_forward_args* pointer) {
+qla_status qla_gdn_forward(const qla_gdn_forward_args* args) {
   return guarded([&] {
-    const auto& args = checked(pointer, "args");
-    const qla::Problem problem = validate(args, Stage::Run);
-    const bool cuda = on_cuda(args);
-    validate_workspace(args.workspace, args.workspace_bytes,
-                       cuda ? qla::cuda::forward_workspace(args, problem) : qla::cpu::forward_workspace(args, problem));
-    cuda ? qla::cuda::forward(args, problem) : qla::cpu::forward(args, problem);
+    const ForwardCall call(args, Stage::Run);
+    validate_workspace(call.args.workspace, call.args.workspace_bytes, workspace_of(call));
+    call.cuda ? qla::cuda::forward(call.args, call.problem) : qla::cpu::forward(call.args, call.problem);
   });
 }
 
-qla_status qla_gdn_backward(const qla_gdn_backward_args* pointer) {
+qla_status qla_gdn_backward(const qla_gdn_backward_args* args) {
   return guarded([&] {
-    const auto& args = checked(pointer, "args");
-    const qla::Problem problem = validate(args, Stage::Run);
-    const bool cuda = on_cuda(args);
-    size_t least = 0, best = 0;
-    cuda ? qla::cuda::backward_workspace(args, problem, &least, &best)
-         : qla::cpu::backward_workspace(args, problem, &least, &best);
-    validate_workspace(args.workspace, args.workspace_bytes, least);
-    cuda ? qla::cuda::backward(args, problem) : qla::cpu::backward(args, problem);
+    const BackwardCall call(args, Stage::Run);
+    validate_workspace(call.args.workspace, call.args.workspace_bytes, workspace_of(call).least);
+    call.cuda ? qla::cuda::backward(call.args, call.problem) : qla::cpu::backward(call.args, call.problem);
   });
 }
 

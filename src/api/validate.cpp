@@ -311,4 +311,9 @@ void validate_workspace(const void* workspace, size_t given, size_t needed) {
             "; allocate it aligned");
 }
 
+void validate_saved(const qla_tensor& saved, size_t needed) {
+  QLA_CHECK(static_cast<size_t>(saved.shape[0]) >= needed, "saved: expected at least ", needed, " bytes, got ", saved.shape[0],
+            "; ask qla_gdn_forward_saved with the same shapes");
+}
+
 }  // namespace qla::api

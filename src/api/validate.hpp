@@ -19,4 +19,7 @@ Problem validate(const qla_gdn_backward_args& args, Stage stage);
 // The workspace as passed, against what the backend asked for.
 void validate_workspace(const void* workspace, size_t given, size_t needed);
 
+// `saved` against what the backend's forward keeps for these shapes.
+void validate_saved(const qla_tensor& saved, size_t needed);
+
 }  // namespace qla::api

@@ -24,7 +24,7 @@ void prepare(int device);
 void forward_check(const qla_gdn_forward_args& args, const Problem& problem);
 void backward_check(const qla_gdn_backward_args& args, const Problem& problem);
 size_t forward_workspace(const qla_gdn_forward_args& args, const Problem& problem);
-size_t forward_saved(const qla_gdn_forward_args& args, const Problem& problem);
+size_t forward_saved(const Problem& problem);  // of what forward keeps for backward
 void backward_workspace(const qla_gdn_backward_args& args, const Problem& problem, size_t* least, size_t* best);
 void forward(const qla_gdn_forward_args& args, const Problem& problem);
 void backward(const qla_gdn_backward_args& args, const Problem& problem);

@@ -292,7 +292,7 @@ size_t forward_workspace(const qla_gdn_forward_args& args, const Problem& p) {
   return lay_out_forward(nullptr, p, make_plan(args, p, device).counts, args.saved.data).bytes;
 }
 
-size_t forward_saved(const qla_gdn_forward_args&, const Problem& p) { return lay_out_saved(nullptr, p).bytes; }
+size_t forward_saved(const Problem& p) { return lay_out_saved(nullptr, p).bytes; }
 
 void forward(const qla_gdn_forward_args& args, const Problem& p) {
   forward_check(args, p);

@@ -17,7 +17,7 @@ void prepare(int) { refuse(); }
 void forward_check(const qla_gdn_forward_args&, const Problem&) { refuse(); }
 void backward_check(const qla_gdn_backward_args&, const Problem&) { refuse(); }
 size_t forward_workspace(const qla_gdn_forward_args&, const Problem&) { refuse(); }
-size_t forward_saved(const qla_gdn_forward_args&, const Problem&) { refuse(); }
+size_t forward_saved(const Problem&) { refuse(); }
 void backward_workspace(const qla_gdn_backward_args&, const Problem&, size_t*, size_t*) { refuse(); }
 void forward(const qla_gdn_forward_args&, const Problem&) { refuse(); }
 void backward(const qla_gdn_backward_args&, const Problem&) { refuse(); }
