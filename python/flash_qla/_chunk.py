@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla import _call, _checks, api
+from qla import _args, _call, _checks, api
 
-CHUNK = _call.CHUNK
+CHUNK = _args.CHUNK
 FORCED_SEGMENTS = 8  # force_intra_cp cuts the longest possible sequence into about as many
 MIN_SEGMENT_CHUNKS = 4
 
@@ -72,7 +72,7 @@ def chunk_gated_delta_rule(
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None, state: Tensor | None, cu: Tensor | None,
     v_first: bool, auto_cp: Any, cp_context: Any,
-) -> tuple[_call.Inputs, _call.Options]:  # fmt: skip
+) -> tuple[_args.Inputs, _args.Options]:  # fmt: skip
     with torch.no_grad():
         call = api._prepare(
             q, k, v, _known_float(g), _known_float(beta), scale, _known_float(state), cu_seqlens=cu, state_v_first=v_first,
@@ -113,7 +113,7 @@ def chunk_gated_delta_rule_fwd(
     inputs, options = _prepare(q, k, v, g, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, cp_context)
     batch, tokens, _, k_dim = q.shape
     v_heads, v_dim = v.shape[2], v.shape[3]
-    g_cumsum = torch.empty(batch, tokens, v_heads, dtype=_call.state_dtype(q.dtype), device=q.device)
+    g_cumsum = torch.empty(batch, tokens, v_heads, dtype=_args.state_dtype(q.dtype), device=q.device)
     a_inv = torch.empty(batch, tokens, v_heads, CHUNK, dtype=q.dtype, device=q.device)
     h = rows = None
     if output_h:
@@ -121,7 +121,7 @@ def chunk_gated_delta_rule_fwd(
         state = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
         h = torch.empty(batch, chunks, v_heads, *state, dtype=k.dtype, device=q.device)
         rows = h.view(batch * chunks, v_heads, *state)
-    extras = _call.Extras(a_inv=a_inv, g_cumsum=g_cumsum, h=rows)
+    extras = _args.Extras(a_inv=a_inv, g_cumsum=g_cumsum, h=rows)
     o, final, _ = _call.forward(inputs, options, output_final_state, extras=extras)
     return g_cumsum, a_inv, o, h, final, None
 

@@ -10,75 +10,70 @@ import logging
 import os
 import threading
 from ctypes import byref, c_size_t, c_uint64
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qla import _checks, _ffi
+from qla._args import (
+    BACKWARD_INPUTS,
+    DUMMY,
+    FORWARD_INPUTS,
+    GRADS,
+    Extras,
+    Inputs,
+    Layout,
+    Options,
+    backward_args,
+    fill_contiguous,
+    final_shape,
+    forward_args,
+    last_contiguous,
+    layout_of,
+    needed_copies,
+    state_dtype,
+    tma_strides,
+)
 
 log = logging.getLogger("qla")
 
-DTYPES = {
-    torch.float64: _ffi.FLOAT64,
-    torch.float32: _ffi.FLOAT32,
-    torch.bfloat16: _ffi.BFLOAT16,
-    torch.float16: _ffi.FLOAT16,
-    torch.int32: _ffi.INT32,
-    torch.int64: _ffi.INT64,
-    torch.bool: _ffi.BOOL8,
-    torch.uint8: _ffi.UINT8,
-}
-CHUNK = 64
-_empty = torch.empty  # outputs and scratch; tests put one here that fills them with NaN
+
+def _fast_empty(name: str, device: str) -> Any:
+    """(shape, strides, dtype) -> tensor. What Inductor's code allocates with costs a quarter of torch.empty; without it, torch.empty_strided."""
+    plain = functools.partial(torch.empty_strided, device=device)
+    return getattr(
+        getattr(torch._C._dynamo, "guards", None), name, lambda shape, stride, dtype: plain(shape, stride, dtype=dtype)
+    )
+
+
+_empty_cpu = _fast_empty("_empty_strided_cpu", "cpu")
+_empty_cuda = _fast_empty("_empty_strided_cuda", "cuda")  # on the current device
+
+
+def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, cuda: int) -> Tensor:
+    """Outputs and scratch; tests put one here that fills them with NaN. cuda: device index, -1 for the CPU."""
+    if cuda < 0:
+        return _empty_cpu(shape, stride, dtype)
+    if cuda == torch._C._cuda_getDevice():
+        return _empty_cuda(shape, stride, dtype)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=torch.device("cuda", cuda))
+
+
 MAX_SIGNATURES = 2048  # then the cache starts anew
 DEFAULT_BACKWARD_MIB = 2048
-
-# scale (None: K^-0.5), flags, cp_mode, cp_segment_chunks, cp_warmup_threshold (None: the library's)
-Options = tuple[float | None, int, int, int, float | None]
-# q k v g beta initial_state cu_seqlens A_log dt_bias has_initial_state state_indices, as in _checks.NAMES
-Inputs = tuple[Tensor | None, ...]
-
-
-class Extras(NamedTuple):
-    """What only some forward calls have. The outputs a_inv, g_cumsum and h serve flash_qla's low-level functions."""
-
-    out: Tensor | None = None
-    state_checkpoints: Tensor | None = None
-    checkpoint_every: int = 0
-    a_inv: Tensor | None = None
-    g_cumsum: Tensor | None = None
-    h: Tensor | None = None
 
 
 def _word(struct: type[ctypes.Structure], name: str) -> int:
     return getattr(struct, name).offset // 8
 
 
-_FORWARD_INPUTS = (
-    "q",
-    "k",
-    "v",
-    "g",
-    "beta",
-    "initial_state",
-    "cu_seqlens",
-    "A_log",
-    "dt_bias",
-    "has_initial_state",
-    "state_indices",
-)
-_BACKWARD_INPUTS = _FORWARD_INPUTS[:-1]
-_GRADS = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state", "dA_log", "ddt_bias")
-# which input each gradient belongs to
-GRAD_INPUTS = (0, 1, 2, 3, 4, 5, 7, 8)
-
-_F_IN = tuple(_word(_ffi.ForwardArgs, n) for n in _FORWARD_INPUTS)
+_F_IN = tuple(_word(_ffi.ForwardArgs, n) for n in FORWARD_INPUTS)
 _F_O, _F_HT, _F_SAVED = (_word(_ffi.ForwardArgs, n) for n in ("o", "final_state", "saved"))
 _F_CHECKPOINTS, _F_A, _F_G, _F_H = (_word(_ffi.ForwardArgs, n) for n in ("state_checkpoints", "a_inv", "g_cumsum", "h"))
-_B_IN = tuple(_word(_ffi.BackwardArgs, n) for n in _BACKWARD_INPUTS)
+_B_IN = tuple(_word(_ffi.BackwardArgs, n) for n in BACKWARD_INPUTS)
 _B_SAVED, _B_DO, _B_DHT = (_word(_ffi.BackwardArgs, n) for n in ("saved", "d_o", "d_final_state"))
-_B_GRADS = tuple(_word(_ffi.BackwardArgs, n) for n in _GRADS)
+_B_GRADS = tuple(_word(_ffi.BackwardArgs, n) for n in GRADS)
 _W_STREAM, _W_WORKSPACE, _W_BYTES, _W_THREADS = (
     _word(_ffi.ForwardArgs, n) for n in ("stream", "workspace", "workspace_bytes", "num_threads")
 )
@@ -86,15 +81,11 @@ _W_STREAM, _W_WORKSPACE, _W_BYTES, _W_THREADS = (
 _ForwardWords = c_uint64 * (ctypes.sizeof(_ffi.ForwardArgs) // 8)
 _BackwardWords = c_uint64 * (ctypes.sizeof(_ffi.BackwardArgs) // 8)
 
-# A present tensor without elements has a NULL data pointer in torch, which means absent in C: it gets this address instead.
-_dummy_storage = ctypes.create_string_buffer(512)
-DUMMY = (ctypes.addressof(_dummy_storage) + 255) & ~255
-
 
 class _Entry:
     """What one signature needs at every call."""
 
-    __slots__ = ("template", "cuda", "copies", "bytes", "best", "saved_bytes", "ht_shape", "state_dtype", "backward_ok", "grads")
+    __slots__ = ("template", "cuda", "copies", "bytes", "best", "saved_bytes", "o_layout", "ht_layout", "backward_ok", "grads")
 
     def __init__(self) -> None:
         self.template = b""
@@ -103,10 +94,10 @@ class _Entry:
         self.bytes = 0
         self.best = 0
         self.saved_bytes = 0
-        self.ht_shape: tuple[int, ...] = ()
-        self.state_dtype = torch.float32
+        self.o_layout: Layout = ((), (), torch.float32)
+        self.ht_layout: Layout | None = None
         self.backward_ok: set[int] = set()
-        self.grads: tuple[tuple[int, Any, torch.dtype], ...] = ()
+        self.grads: tuple[tuple[int, Layout], ...] = ()
 
 
 _forward_entries: dict[Any, _Entry] = {}
@@ -122,11 +113,6 @@ def clear_cache() -> None:
     _backward_entries.clear()
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of final states and of their gradients."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 @functools.cache
 def default_backward_bytes() -> int:
     """Workspace that backward may take: QLA_BACKWARD_MIB, else 2 GiB."""
@@ -138,101 +124,9 @@ def default_backward_bytes() -> int:
     return int(text) << 20
 
 
-def _fill(t: _ffi.Tensor, x: Tensor, data: int = DUMMY) -> None:
-    t.data = data
-    t.dtype = DTYPES[x.dtype]
-    t.ndim = x.dim()
-    t.shape[: x.dim()] = tuple(x.shape)
-    t.stride[: x.dim()] = x.stride()
-
-
-def _fill_contiguous(t: _ffi.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    t.data, t.dtype, t.ndim = DUMMY, DTYPES[dtype], len(shape)
-    stride = 1
-    for i in reversed(range(len(shape))):
-        t.shape[i], t.stride[i] = shape[i], stride
-        stride *= max(shape[i], 1)
-
-
-def _common(args: Any, inputs: Inputs, names: tuple[str, ...], options: Options) -> None:
-    scale, flags, cp_mode, cp_segment_chunks, cp_threshold = options
-    q = inputs[0]
-    assert q is not None
-    args.struct_size = ctypes.sizeof(args)
-    args.backend = _ffi.BACKEND_CUDA if q.is_cuda else _ffi.BACKEND_CPU
-    args.device = q.get_device() if q.is_cuda else -1
-    args.flags = flags
-    args.scale = float("nan") if scale is None else scale
-    args.cp_mode = cp_mode
-    args.cp_segment_chunks = cp_segment_chunks
-    args.cp_warmup_threshold = float("nan") if cp_threshold is None else cp_threshold
-    for name, x in zip(names, inputs):
-        if x is not None:
-            _fill(getattr(args, name), x)
-
-
-def _last_contiguous(x: Tensor) -> bool:
-    return x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1
-
-
-def _tma_strides(x: Tensor) -> bool:
-    """Strides that a tensor map can hold: last 1, the others multiples of 16 bytes."""
-    return _last_contiguous(x) and all(n <= 1 or s * x.element_size() % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1]))
-
-
-def needed_copies(inputs: Inputs) -> tuple[int, ...]:
-    """The inputs that the backend cannot address as they lie: q, k, v and a given state, never gates."""
-    q = inputs[0]
-    assert q is not None
-    suits = _tma_strides if q.is_cuda else _last_contiguous
-    copies = [i for i in (0, 1, 2) if not suits(inputs[i])]  # type: ignore[arg-type]
-    state = inputs[5]
-    pool = len(inputs) > 10 and inputs[10] is not None  # written in place: never a copy
-    if state is not None and not pool and not _last_contiguous(state):
-        copies.append(5)
-    for i in (6, 7, 8, 9, 10):
-        x = inputs[i] if i < len(inputs) else None
-        if x is not None and not x.is_contiguous():
-            copies.append(i)
-    return tuple(copies)
-
-
 def _copied(inputs: Inputs, copies: tuple[int, ...]) -> Inputs:
     # clone: contiguous() keeps a tensor whose base is misaligned
     return tuple(x.clone(memory_format=torch.contiguous_format) if i in copies else x for i, x in enumerate(inputs))  # type: ignore[union-attr]
-
-
-def forward_args(inputs: Inputs, options: Options, output_final_state: bool, extras: Extras | None = None) -> _ffi.ForwardArgs:
-    """The filled struct with placeholder pointers, for the C queries. Arguments were checked before."""
-    args = _ffi.ForwardArgs()
-    _common(args, inputs, _FORWARD_INPUTS, options)
-    q, v, cu, pool = inputs[0], inputs[2], inputs[6], inputs[10]
-    assert q is not None and v is not None
-    if extras is not None and extras.out is not None:
-        _fill(args.o, extras.out)
-    else:
-        _fill_contiguous(args.o, tuple(v.shape), q.dtype)
-    if output_final_state and pool is None:
-        _fill_contiguous(args.final_state, final_shape(q, v, cu, options[1]), state_dtype(q.dtype))
-    if extras is not None:
-        args.checkpoint_every_n_tokens = extras.checkpoint_every
-        for name, x in (
-            ("state_checkpoints", extras.state_checkpoints),
-            ("a_inv", extras.a_inv),
-            ("g_cumsum", extras.g_cumsum),
-            ("h", extras.h),
-        ):
-            if x is not None:
-                _fill(getattr(args, name), x)
-    return args
-
-
-def final_shape(q: Tensor, v: Tensor, cu: Tensor | None, flags: int) -> tuple[int, ...]:
-    sequences = q.shape[0] if cu is None else cu.shape[0] - 1
-    rows, cols = q.shape[3], v.shape[3]
-    if flags & _ffi.FLAG_STATE_V_FIRST:
-        rows, cols = cols, rows
-    return (sequences, v.shape[2], rows, cols)
 
 
 def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, extras: Extras | None) -> _Entry:
@@ -260,9 +154,9 @@ def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, e
         entry.cuda = q.get_device()
         _ffi.check(library.qla_prepare(entry.cuda))
     entry.template = bytes(args)
-    entry.state_dtype = state_dtype(q.dtype)
+    entry.o_layout = layout_of(tuple(v.shape), q.dtype)
     if output_final_state and inputs[10] is None:
-        entry.ht_shape = final_shape(q, v, inputs[6], options[1])
+        entry.ht_layout = layout_of(final_shape(q, v, inputs[6], options[1]), state_dtype(q.dtype))
     return entry
 
 
@@ -270,17 +164,17 @@ def _sig(x: Tensor | None) -> Any:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
 
 
-def _workspace(words: Any, nbytes: int, device: Tensor) -> Tensor:
+def _workspace(words: Any, nbytes: int, cuda: int) -> Tensor:
     """Scratch of the call; the caching allocator reuses it in stream order. On the CPU small ones are kept for each thread."""
-    if device.is_cuda:
-        space = _empty(nbytes, dtype=torch.uint8, device=device.device)
+    if cuda >= 0:
+        space = _empty((nbytes,), (1,), torch.uint8, cuda)
         words[_W_WORKSPACE] = space.data_ptr()
     else:
         kept: Tensor | None = getattr(_local, "space", None)
         if kept is not None and kept.numel() >= nbytes + 256:
             space = kept
         else:
-            space = _empty(nbytes + 256, dtype=torch.uint8, device="cpu")
+            space = _empty((nbytes + 256,), (1,), torch.uint8, -1)
             if nbytes <= 4 << 20:
                 _local.space = space
         words[_W_WORKSPACE] = (space.data_ptr() + 255) & ~255
@@ -346,9 +240,9 @@ def forward(
     else:
         words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
     if extras is None:
-        o = _empty(v.shape, dtype=q.dtype, device=q.device)
+        o = _empty(*entry.o_layout, entry.cuda)
     else:
-        o = extras.out if extras.out is not None else _empty(v.shape, dtype=q.dtype, device=q.device)
+        o = extras.out if extras.out is not None else _empty(*entry.o_layout, entry.cuda)
         for at, x in (
             (_F_CHECKPOINTS, extras.state_checkpoints),
             (_F_A, extras.a_inv),
@@ -359,14 +253,14 @@ def forward(
                 words[at] = x.data_ptr() or DUMMY
     words[_F_O] = o.data_ptr() or DUMMY
     final: Tensor | None = None
-    if entry.ht_shape:
-        final = _empty(entry.ht_shape, dtype=entry.state_dtype, device=q.device)
+    if entry.ht_layout is not None:
+        final = _empty(*entry.ht_layout, entry.cuda)
         words[_F_HT] = final.data_ptr() or DUMMY
     saved: Tensor | None = None
     if save and entry.saved_bytes:
-        saved = _empty(entry.saved_bytes, dtype=torch.uint8, device=q.device)
+        saved = _empty((entry.saved_bytes,), (1,), torch.uint8, entry.cuda)
         _set_saved(words, _F_SAVED, saved)
-    space = _workspace(words, entry.bytes, q) if entry.bytes else None
+    space = _workspace(words, entry.bytes, entry.cuda) if entry.bytes else None
     status = _run_forward(words)
     del space
     if status:
@@ -381,39 +275,14 @@ def _set_saved(words: Any, at: int, saved: Tensor) -> None:
     words[at + 6] = 1
 
 
-def backward_args(
-    inputs: Inputs,
-    saved: Tensor | None,
-    d_o: Tensor | None,
-    d_final: Tensor | None,
-    needs: int,
-    options: Options,
-) -> tuple[_ffi.BackwardArgs, tuple[tuple[int, Any, torch.dtype], ...]]:
-    args = _ffi.BackwardArgs()
-    _common(args, inputs, _BACKWARD_INPUTS, options)
-    for name, x in (("saved", saved), ("d_o", d_o), ("d_final_state", d_final)):
-        if x is not None:
-            _fill(getattr(args, name), x)
-    grads = []
-    q = inputs[0]
-    assert q is not None
-    for i, name in enumerate(_GRADS):
-        source = inputs[GRAD_INPUTS[i]]
-        if needs >> i & 1 and source is not None:
-            dtype = state_dtype(q.dtype) if i == 5 else source.dtype
-            _fill_contiguous(getattr(args, name), tuple(source.shape), dtype)
-            grads.append((i, tuple(source.shape), dtype))
-    return args, tuple(grads)
-
-
 def check_backward(inputs: Inputs, needs: int, options: Options, output_final_state: bool) -> None:
     """Raises what backward would: called by forward when gradients are needed."""
     q, v = inputs[0], inputs[2]
     assert q is not None and v is not None
     args, _ = backward_args(inputs[:10], None, None, None, needs, options)
-    _fill_contiguous(args.d_o, tuple(v.shape), q.dtype)
+    fill_contiguous(args.d_o, tuple(v.shape), q.dtype)
     if output_final_state:
-        _fill_contiguous(args.d_final_state, final_shape(q, v, inputs[6], options[1]), state_dtype(q.dtype))
+        fill_contiguous(args.d_final_state, final_shape(q, v, inputs[6], options[1]), state_dtype(q.dtype))
     _ffi.check(_ffi.lib().qla_gdn_backward_check(byref(args)))
 
 
@@ -424,9 +293,9 @@ def _backward_entry(
     assert q is not None
     entry = _Entry()
     entry.copies = needed_copies(inputs)
-    if d_o is not None and not (_tma_strides if q.is_cuda else _last_contiguous)(d_o):
+    if d_o is not None and not (tma_strides if q.is_cuda else last_contiguous)(d_o):
         entry.copies += (10,)
-    if d_final is not None and not _last_contiguous(d_final):
+    if d_final is not None and not last_contiguous(d_final):
         entry.copies += (11,)
     if entry.copies:
         return entry
@@ -483,13 +352,13 @@ def backward(
         words[_W_STREAM] = _stream(entry.cuda)
     else:
         words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
-    grads: list[Tensor | None] = [None] * len(_GRADS)
-    for i, shape, dtype in entry.grads:
-        grad = _empty(shape, dtype=dtype, device=q.device)
+    grads: list[Tensor | None] = [None] * len(GRADS)
+    for i, layout in entry.grads:
+        grad = _empty(*layout, entry.cuda)
         words[_B_GRADS[i]] = grad.data_ptr() or DUMMY
         grads[i] = grad
     nbytes = max(entry.bytes, min(entry.best, max_bytes or default_backward_bytes()))
-    space = _workspace(words, nbytes, q) if nbytes else None
+    space = _workspace(words, nbytes, entry.cuda) if nbytes else None
     status = _run_backward(words)
     del space
     if status:

@@ -53,7 +53,7 @@ def plan(*args: Any, lens: Sequence[int] | None = None, chunk_log_decay: Any = N
     """
     import torch
 
-    from qla import _call, api
+    from qla import _args, api
 
     bound = api._SIGNATURE.bind(*args, **kwargs)
     arguments = dict(bound.arguments)
@@ -67,7 +67,7 @@ def plan(*args: Any, lens: Sequence[int] | None = None, chunk_log_decay: Any = N
         _checks.check_call(call.inputs, call.options[1])
     if lens is None and cu is not None:
         lens = torch.diff(cu).tolist()
-    struct = _call.forward_args(call.inputs, call.options, call.want_final)
+    struct = _args.forward_args(call.inputs, call.options, call.want_final)
     c_lens = None if lens is None else (ctypes.c_int64 * max(len(lens), 1))(*lens)
     num_lens = 0 if lens is None else len(lens)
     decay = None

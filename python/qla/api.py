@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla import _call, _checks, _ffi, ops
+from qla import _args, _call, _checks, _ffi, ops
 from qla._ffi import NotSupportedError, QlaError
 from qla._plan import Plan
 
@@ -67,8 +67,8 @@ class _Prepared:
 
     __slots__ = ("inputs", "options", "want_final", "grad", "out", "checkpoints", "every", "max_bytes")
 
-    inputs: _call.Inputs
-    options: _call.Options
+    inputs: _args.Inputs
+    options: _args.Options
     want_final: bool
     grad: bool
     out: Tensor | None
@@ -269,10 +269,10 @@ def _implementable(args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bo
     _checks.check_call(inputs, options[1], call.out, call.checkpoints, call.every)
     if needs_grad and not call.grad and (call.out is not None or inputs[10] is not None or call.checkpoints is not None):
         raise ValueError("out, state_indices, state_checkpoints: expected none of them when gradients are needed; leave them out")
-    copies = _call.needed_copies(inputs)
+    copies = _args.needed_copies(inputs)
     inputs = tuple(x.contiguous() if x is not None and i in copies else x for i, x in enumerate(inputs))
-    extras = _call.Extras(call.out, call.checkpoints, call.every)
-    struct = _call.forward_args(inputs, options, call.want_final, extras)
+    extras = _args.Extras(call.out, call.checkpoints, call.every)
+    struct = _args.forward_args(inputs, options, call.want_final, extras)
     _ffi.check(_ffi.lib().qla_gdn_forward_check(byref(struct)))
     if needs_grad or call.grad:
         _call.check_backward(inputs, ops._all_needs(inputs[:10]), options, call.want_final)

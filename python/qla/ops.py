@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla import _call, _checks, _ffi
-from qla._call import Extras, Inputs, Options
+from qla import _args, _call, _checks, _ffi
+from qla._args import Extras, Inputs, Options
 
 _COMMON = "float? scale, int flags, int cp_mode, int cp_segment_chunks, float? cp_warmup_threshold"
 _INPUTS = (
@@ -64,7 +64,7 @@ def _forward_impl(
     o, final, saved = _call.forward(inputs, options, want_final, save, _all_needs(inputs) if save else 0)
     return (
         o,
-        final if final is not None else q.new_empty(0, dtype=_call.state_dtype(q.dtype)),
+        final if final is not None else q.new_empty(0, dtype=_args.state_dtype(q.dtype)),
         saved if saved is not None else q.new_empty(0, dtype=torch.uint8),
     )
 
@@ -76,14 +76,14 @@ def _forward_into_impl(
     inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices)
     options = (scale, flags, cp_mode, cp_segment_chunks, cp_threshold)
     final = forward_into(inputs, options, want_final, Extras(out, checkpoints, every))
-    return final if final is not None else q.new_empty(0, dtype=_call.state_dtype(q.dtype))
+    return final if final is not None else q.new_empty(0, dtype=_args.state_dtype(q.dtype))
 
 
 def forward_into(inputs: Inputs, options: Options, want_final: bool, extras: Extras) -> Tensor | None:
     """Forward into extras.out; a CUDA output that a tensor map cannot address is computed beside it and copied."""
     out = extras.out
     assert out is not None
-    if out.is_cuda and (out.data_ptr() & 15 or not _call._tma_strides(out)) or not _call._last_contiguous(out):
+    if out.is_cuda and (out.data_ptr() & 15 or not _args.tma_strides(out)) or not _args.last_contiguous(out):
         o, final, _ = _call.forward(inputs, options, want_final, extras=extras._replace(out=None))
         out.copy_(o)
         return final
@@ -117,8 +117,8 @@ def _forward_fake(
     q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, want_final, save, max_bytes
 ):  # fmt: skip
     _checks.check_call((q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, None), flags)
-    dtype = _call.state_dtype(q.dtype)
-    final = q.new_empty(_call.final_shape(q, v, cu, flags) if want_final else 0, dtype=dtype)
+    dtype = _args.state_dtype(q.dtype)
+    final = q.new_empty(_args.final_shape(q, v, cu, flags) if want_final else 0, dtype=dtype)
     # Sizes of `saved` are the library's secret; on CUDA it is data-dependent for the tracer. The CPU saves nothing.
     size = torch.library.get_ctx().new_dynamic_size() if save and q.is_cuda else 0
     return q.new_empty(v.shape), final, q.new_empty(size, dtype=torch.uint8)
@@ -131,7 +131,7 @@ def _forward_into_fake(
 ):  # fmt: skip
     _checks.check_call((q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices), flags, out, checkpoints, every)
     want = want_final and indices is None
-    return q.new_empty(_call.final_shape(q, v, cu, flags) if want else 0, dtype=_call.state_dtype(q.dtype))
+    return q.new_empty(_args.final_shape(q, v, cu, flags) if want else 0, dtype=_args.state_dtype(q.dtype))
 
 
 @torch.library.register_fake("qla::gdn_backward", lib=library)
@@ -141,9 +141,9 @@ def _backward_fake(
 ):  # fmt: skip
     inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0)
     grads = []
-    for i, source in enumerate(inputs[j] for j in _call.GRAD_INPUTS):
+    for i, source in enumerate(inputs[j] for j in _args.GRAD_INPUTS):
         if needs >> i & 1 and source is not None:
-            grads.append(q.new_empty(source.shape, dtype=_call.state_dtype(q.dtype) if i == 5 else source.dtype))
+            grads.append(q.new_empty(source.shape, dtype=_args.state_dtype(q.dtype) if i == 5 else source.dtype))
         else:
             grads.append(_empty(q))
     return tuple(grads)
@@ -155,7 +155,7 @@ def _backward_fake(
 def _needs(flags: Any) -> int:
     """Bits of the gradients, from what autograd says of the ten inputs."""
     needs = 0
-    for i, j in enumerate(_call.GRAD_INPUTS):
+    for i, j in enumerate(_args.GRAD_INPUTS):
         if flags[j]:
             needs |= 1 << i
     return needs
@@ -181,7 +181,7 @@ def _op_backward(
     needs = _needs(ctx.needs_input_grad)
     grads = (operator or torch.ops.qla.gdn_backward)(*inputs, saved, d_o, d_final, *ctx.options, needs, ctx.max_bytes)
     result: list[Tensor | None] = [None] * ctx.num_args
-    for i, j in enumerate(_call.GRAD_INPUTS):
+    for i, j in enumerate(_args.GRAD_INPUTS):
         if needs >> i & 1:
             result[j] = grads[i]
     return tuple(result)
@@ -268,7 +268,16 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def needs_grad(inputs: Inputs) -> bool:
-    return torch.is_grad_enabled() and any(getattr(inputs[j], "requires_grad", False) for j in _call.GRAD_INPUTS)
+    if not torch.is_grad_enabled():
+        return False
+    try:
+        for j in _args.GRAD_INPUTS:
+            x = inputs[j]
+            if x is not None and x.requires_grad:
+                return True
+    except AttributeError:  # not a tensor: the checks say which
+        pass
+    return False
 
 
 def _plain_eager(inputs: Inputs) -> bool:

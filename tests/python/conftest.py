@@ -34,12 +34,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch begin as NaN (recipe BR-88): what is not written shows."""
     plain_empty, plain_workspace = _call._empty, _call._workspace
 
-    def empty(*args, **kwargs):
-        x = plain_empty(*args, **kwargs)
+    def empty(*args):
+        x = plain_empty(*args)
         return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(255)
 
-    def workspace(words, nbytes, device):
-        return plain_workspace(words, nbytes, device).fill_(255)
+    def workspace(words, nbytes, cuda):
+        return plain_workspace(words, nbytes, cuda).fill_(255)
 
     monkeypatch.setattr(_call, "_empty", empty)
     monkeypatch.setattr(_call, "_workspace", workspace)

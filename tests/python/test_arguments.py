@@ -281,7 +281,7 @@ def test_backward_memory_budget(device: Device, monkeypatch: pytest.MonkeyPatch)
     do, dht = upstream(inputs)
     sizes = []
     plain = _call._workspace
-    monkeypatch.setattr(_call, "_workspace", lambda words, nbytes, like: sizes.append(nbytes) or plain(words, nbytes, like))
+    monkeypatch.setattr(_call, "_workspace", lambda words, nbytes, cuda: sizes.append(nbytes) or plain(words, nbytes, cuda))
     results = []
     for mib in (None, 0, 1, 4096):
         sizes.clear()
