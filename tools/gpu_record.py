@@ -49,7 +49,8 @@ def main() -> int:
     if "--check" not in sys.argv[1:]:
         print(f"sources  {now}\nrecorded {recorded.get('hash', 'none')}")
         return 0
-    if same and not recorded.get("counts", {}).get("failed"):
+    whole = not recorded.get("counts", {}).get("failed") and not recorded.get("unfinished")
+    if same and whole:
         print("gpu-record: the last run on a GPU belongs to these sources")
         return 0
     why = (
