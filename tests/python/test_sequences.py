@@ -220,16 +220,17 @@ def test_heads_split_over_calls(device: Device, auto_cp: bool) -> None:
             assert (joined - whole).abs().max() <= 5e-4 and relative_l2(joined, whole) <= 2e-3
 
 
+@pytest.mark.br("D-2")
 def test_one_token_beside_a_long_sequence(device: Device) -> None:
-    """D-2."""
     cu = (0, 1, 1, 600, 601)
     inputs = device.inputs(601, sequences=4)
     check_packed = run(inputs, *upstream(inputs, 4), cu_seqlens=device.cu(*cu))
     assert_close(check_packed, reference(inputs, *upstream(inputs, 4), cu_seqlens=cu), device.dtype)
 
 
+@pytest.mark.br("D-6")
 def test_one_token_is_one_step(device: Device) -> None:
-    """D-6: decoding through the chunk function."""
+    """Decoding through the chunk function."""
     inputs = device.inputs(1)
     o, ht = qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
     ref_o, ref_ht = recurrent_gated_delta_rule(**inputs, output_final_state=True)

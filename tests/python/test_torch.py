@@ -19,17 +19,18 @@ CPU = Device("cpu")
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.br("D-4")
 def test_double_backward_is_refused(device: Device) -> None:
-    """D-4."""
     xs = leaves(device.inputs(70))
     o, _ = qla.chunk_gated_delta_rule(**xs)
     with pytest.raises(NotImplementedError, match="double backward"):
         torch.autograd.grad(o.sum(), [xs["q"]], create_graph=True)
 
 
+@pytest.mark.br("D-8")
 @pytest.mark.parametrize("reduce", ["sum", "transposed", "narrow"])
 def test_upstream_gradients_of_any_layout(device: Device, reduce: str) -> None:
-    """D-8: o.sum() gives an expanded gradient."""
+    """o.sum() gives an expanded gradient."""
     xs = leaves(device.inputs(70))
     o, ht = qla.chunk_gated_delta_rule(**xs, output_final_state=True)
     if reduce == "sum":
@@ -46,9 +47,9 @@ def test_upstream_gradients_of_any_layout(device: Device, reduce: str) -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.br("D-9")
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
 def test_edits_of_saved_inputs_are_detected(device: Device, name: str) -> None:
-    """D-9."""
     inputs = device.inputs(70)
     inputs["v"].requires_grad_() if name != "v" else inputs["q"].requires_grad_()
     o, _ = qla.chunk_gated_delta_rule(**inputs)
@@ -58,8 +59,8 @@ def test_edits_of_saved_inputs_are_detected(device: Device, name: str) -> None:
         o.sum().backward()
 
 
+@pytest.mark.br("D-10")
 def test_backward_twice_and_checkpointing(device: Device) -> None:
-    """D-10."""
     inputs = device.inputs(130)
     do, dht = upstream(inputs)
     xs = leaves(inputs)
