@@ -23,6 +23,9 @@ DTYPES = {
 
 
 CHUNK = 64
+# CUDA's qla_gdn_forward_saved, a chunk slot and value head (Abar's tile and the gate vectors): the fake operator needs the size as an
+# expression of symbolic shapes. The operator compares it with the library's answer at every call.
+SAVED_RECORD_BYTES = 5120 + 2048
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -174,6 +177,14 @@ def forward_args(inputs: Inputs, options: Options, output_final_state: bool, ext
             if x is not None:
                 fill(getattr(args, name), x)
     return args
+
+
+def saved_bytes(q: Tensor, v: Tensor, cu: Tensor | None) -> Any:
+    """Size of `saved` in the operators: an int, or an expression of symbolic shapes. The CPU saves nothing."""
+    if not q.is_cuda:
+        return 0
+    sequences = q.shape[0] if cu is None else cu.shape[0] - 1
+    return (q.shape[0] * q.shape[1] // CHUNK + sequences) * v.shape[2] * SAVED_RECORD_BYTES
 
 
 def final_shape(q: Tensor, v: Tensor, cu: Tensor | None, flags: int) -> tuple[int, ...]:

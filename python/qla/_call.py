@@ -190,12 +190,12 @@ def forward(
     inputs: Inputs,
     options: Options,
     output_final_state: bool = False,
-    save: bool = False,
+    save: bool | int = False,
     needs: int = 0,
     extras: Extras | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """-> (o, final_state or None, saved or None). needs: bits of the gradients that backward will be asked for, refused here
-    when it cannot serve them."""
+    """-> (o, final_state or None, saved or None). save: keep what backward reuses; a number: in a buffer of so many bytes.
+    needs: bits of the gradients that backward will be asked for, refused here when it cannot serve them."""
     global _run_forward
     q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices = inputs
     try:
@@ -258,7 +258,12 @@ def forward(
         words[_F_HT] = final.data_ptr() or DUMMY
     saved: Tensor | None = None
     if save and entry.saved_bytes:
-        saved = _empty((entry.saved_bytes,), (1,), torch.uint8, entry.cuda)
+        size = entry.saved_bytes if save is True else save
+        if size < entry.saved_bytes:
+            raise _ffi.QlaError(
+                f"saved: expected {entry.saved_bytes} bytes by the library, got {size}; qla and libqla.so differ in version"
+            )
+        saved = _empty((size,), (1,), torch.uint8, entry.cuda)
         _set_saved(words, _F_SAVED, saved)
     space = _workspace(words, entry.bytes, entry.cuda) if entry.bytes else None
     status = _run_forward(words)

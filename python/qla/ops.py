@@ -61,7 +61,8 @@ def _forward_impl(
 ):  # fmt: skip
     inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, None)
     options = (scale, flags, cp_mode, cp_segment_chunks, cp_threshold)
-    o, final, saved = _call.forward(inputs, options, want_final, save, _all_needs(inputs) if save else 0)
+    size = _args.saved_bytes(q, v, cu) if save else 0
+    o, final, saved = _call.forward(inputs, options, want_final, size, _all_needs(inputs) if save else 0)
     return (
         o,
         final if final is not None else q.new_empty(0, dtype=_args.state_dtype(q.dtype)),
@@ -119,8 +120,7 @@ def _forward_fake(
     _checks.check_call((q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, None), flags)
     dtype = _args.state_dtype(q.dtype)
     final = q.new_empty(_args.final_shape(q, v, cu, flags) if want_final else 0, dtype=dtype)
-    # Sizes of `saved` are the library's secret; on CUDA it is data-dependent for the tracer. The CPU saves nothing.
-    size = torch.library.get_ctx().new_dynamic_size() if save and q.is_cuda else 0
+    size = _args.saved_bytes(q, v, cu) if save else 0
     return q.new_empty(v.shape), final, q.new_empty(size, dtype=torch.uint8)
 
 
