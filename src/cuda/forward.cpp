@@ -305,9 +305,8 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
   const Plan plan = make_plan(args, p, device);
   const ForwardBuffers b = lay_out_forward(args.workspace, p, plan.counts, args.saved.data);
 
-  segments::Args table = plan_args(args, p, b, plan);
-  if (plan.counts.cut) table.items = nullptr;  // written behind the intra-chunk stage, which has the gates
-  check_cuda(segments::launch(table, device.multiprocessors, stream), "plan_segments");
+  // Items of an uncut run; where something is cut they are written anew behind the intra-chunk stage, which has the gates.
+  check_cuda(segments::launch(plan_args(args, p, b, plan), device.multiprocessors, stream), "plan_segments");
   if (p.total_tokens() > 0) {
     const bool bf16 = p.dtype == QLA_BFLOAT16;
     const CUtensorMap map_k = make_token_map(map_shape(args.k), bf16, "k"), map_q = make_token_map(map_shape(args.q), bf16, "q");

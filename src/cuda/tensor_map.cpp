@@ -28,15 +28,35 @@ const char* token_map_obstacle(const TokenMapShape& s) {
   if (reinterpret_cast<uintptr_t>(s.data) % 16 != 0) return "base address is not a multiple of 16 bytes";
   // a dimension of one element may have any stride
   auto bad = [](int64_t extent, int64_t stride) {
-    return extent > 1 && (stride < 0 || stride % 8 != 0 || stride >= int64_t(1) << 39);
+    return extent > 1 && (stride <= 0 || stride % 8 != 0 || stride >= int64_t(1) << 39);
   };
-  if (bad(s.heads, s.stride_h)) return "head stride is not a multiple of 16 bytes";
-  if (bad(s.tokens, s.stride_t)) return "token stride is not a multiple of 16 bytes";
-  if (bad(s.batch, s.stride_b)) return "batch stride is not a multiple of 16 bytes";
+  if (bad(s.heads, s.stride_h)) return "head stride is not a positive multiple of 16 bytes";
+  if (bad(s.tokens, s.stride_t)) return "token stride is not a positive multiple of 16 bytes";
+  if (bad(s.batch, s.stride_b)) return "batch stride is not a positive multiple of 16 bytes";
   return "";
 }
 
-CUtensorMap make_token_map(const TokenMapShape& s, bool bf16, const char* name) {
+namespace {
+
+// The maps this thread made last: q and k serve three kernels of one call, and a training step or a captured loop repeats its
+// tensors.
+struct MapCache {
+  static constexpr int kEntries = 16;
+  struct Entry {
+    TokenMapShape shape;
+    bool bf16 = false, used = false;
+    CUtensorMap map;
+  };
+  Entry entries[kEntries];
+  int oldest = 0;
+};
+
+bool same(const TokenMapShape& a, const TokenMapShape& b) {
+  return a.data == b.data && a.stride_b == b.stride_b && a.stride_t == b.stride_t && a.stride_h == b.stride_h &&
+         a.batch == b.batch && a.tokens == b.tokens && a.heads == b.heads;
+}
+
+CUtensorMap encode_token_map(const TokenMapShape& s, bool bf16, const char* name) {
   const Encode encode = encode_function();
   if (!encode)
     throw Error(QLA_CUDA_ERROR, concat(name, ": cuTensorMapEncodeTiled not found in the driver; expected CUDA 12 or later"));
@@ -53,6 +73,22 @@ CUtensorMap make_token_map(const TokenMapShape& s, bool bf16, const char* name) 
                 concat(name, ": cuTensorMapEncodeTiled gave ", int(r), " for base ", s.data, ", dims 128 x ", s.heads, " x ",
                        s.tokens, " x ", s.batch, ", strides in bytes ", strides[0], ", ", strides[1], ", ", strides[2]));
   return map;
+}
+
+}  // namespace
+
+CUtensorMap make_token_map(const TokenMapShape& s, bool bf16, const char* name) {
+  static thread_local MapCache cache;
+  for (const MapCache::Entry& e : cache.entries)
+    if (e.used && e.bf16 == bf16 && same(e.shape, s)) return e.map;
+  MapCache::Entry& e = cache.entries[cache.oldest];
+  e.used = false;  // encoding may throw
+  e.map = encode_token_map(s, bf16, name);
+  e.shape = s;
+  e.bf16 = bf16;
+  e.used = true;
+  cache.oldest = (cache.oldest + 1) % MapCache::kEntries;
+  return e.map;
 }
 
 }  // namespace qla::cuda

@@ -134,6 +134,17 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   const bool cuts = shape.may_cut && can.segments && policy.mode != QLA_CP_OFF;
   const bool free_choice = cuts && policy.mode != QLA_CP_FIXED && !policy.batch_invariant;
 
+  // Two or three packed sequences are often a long one and short ones, which the host cannot know: cut for the long one. Were
+  // they equal this costs a few percent; uneven and uncut, the long one would take twice the time. More sequences even out by
+  // themselves.
+  if (free_choice && !shape.equal_lengths && (shape.num_seqs == 2 || shape.num_seqs == 3)) {
+    Shape long_one = shape;
+    long_one.num_seqs = 1;
+    long_one.equal_lengths = true;
+    const Choice choice = choose(costs, long_one, policy, can);
+    if (choice.rule.segment_chunks > 0) return choice;
+  }
+
   int64_t best_segments = 1;
   Choice best;
   const auto consider = [&](int64_t segments, int32_t splits, bool fused) {

@@ -234,6 +234,15 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   const bool rehearse = one_round && a.staged && a.most_units <= kStagedUnits;
   if (rehearse)
     for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = -1.f;
+  if (one_round) {  // nothing long enough to cut: the items of plan_segments stand
+    cutter.begin_round(0, jobs, all_units, 0);
+    if (cutter.num_units == jobs) {
+      ptx::grid_dependency_launch();
+      ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
+      if (threadIdx.x == 0) *a.pre_header = PlanHeader{};
+      return;
+    }
+  }
 #pragma unroll 1
   for (int run = rehearse ? 0 : 1; run < 2; run++) {
     if (run == 1) {
@@ -248,7 +257,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
     int32_t before = 0;
 #pragma unroll 1
     for (int32_t from = 0; from < jobs; from += kCutThreads) {
-      if (run == 0 || !rehearse) cutter.begin_round(from, jobs, all_units, before);
+      if (!one_round) cutter.begin_round(from, jobs, all_units, before);
       cutter.sums_and_starts();
       cutter.count();
       before += cutter.num_units;
