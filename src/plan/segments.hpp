@@ -94,8 +94,15 @@ QLA_HD Start start_at(int64_t before, float total, bool has_initial, const CutRu
 // Sum of ghat over one segment of the cut. Sums of several segments are sums of these, in every backend.
 template <typename Decay>
 QLA_HD float segment_decay(const Cut& cut, int64_t segment, Decay decay) {
+  const int64_t begin = cut.begin(segment), end = cut.begin(segment + 1);
+  constexpr int kAhead = 8;  // loads under way at once, for the device; the order of the sum stays
   float sum = 0.0f;
-  for (int64_t c = cut.begin(segment); c < cut.begin(segment + 1); ++c) sum += decay(c);
+  for (int64_t first = begin; first < end; first += kAhead) {
+    float next[kAhead];
+    for (int i = 0; i < kAhead; ++i) next[i] = first + i < end ? decay(first + i) : 0.0f;
+    for (int i = 0; i < kAhead; ++i)
+      if (first + i < end) sum += next[i];
+  }
   return sum;
 }
 

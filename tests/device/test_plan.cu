@@ -162,7 +162,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     }
   }
   std::multiset<Key> got, got_pre;
-  int32_t last_length = INT32_MAX, lengths_wrong = 0;
+  int64_t last_length = INT32_MAX, lengths_wrong = 0;
   for (const WorkItem& i : t.items) {
     got.insert(key(i, true));
     bases &= i.chunk_base == chunk_base[i.sequence] && i.checkpoint_base == checkpoint_base[i.sequence];

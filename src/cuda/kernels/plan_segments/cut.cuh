@@ -12,7 +12,7 @@
 
 namespace qla::cuda::segments {
 
-inline constexpr int kCutThreads = 512, kStagedUnits = 2048;
+inline constexpr int kCutThreads = 512, kStagedUnits = 1024;
 
 struct Unit {
   float sum;      // of ghat over the segment
@@ -36,6 +36,7 @@ struct CutShared {
   int32_t pre_items, chains, states;
   int32_t scan[kCutThreads / 32];
   Job jobs[kCutThreads];
+  int16_t job_of[kStagedUnits];  // of a unit
   Unit units[kStagedUnits];
 };
 
@@ -97,13 +98,18 @@ struct Cutter {
       s.jobs[threadIdx.x] = job_at(a, index);
       mine = s.jobs[threadIdx.x].segments;
     }
-    s.first_unit[threadIdx.x] = block_exclusive_sum(mine, s.scan, num_units);
+    const int32_t before = block_exclusive_sum(mine, s.scan, num_units);
+    s.first_unit[threadIdx.x] = before;
     if (threadIdx.x == 0) s.first_unit[kCutThreads] = num_units;
+    for (int32_t i = before; i < before + mine && i < kStagedUnits; i++) s.job_of[i] = int16_t(threadIdx.x);
+    // Sequences that overlap (bad boundaries) may have more segments than the shapes allow: the rest is dropped.
+    num_units = min(num_units, a.most_units - units_before);
     units = all_units + units_before;
     __syncthreads();
   }
   __device__ int find_job(int32_t unit) const {
-    int low = 0, high = kCutThreads;  // last j with first_unit[j] <= unit; jobs behind the last one start at num_units
+    if (unit < kStagedUnits) return s.job_of[unit];
+    int low = 0, high = kCutThreads;  // last j with first_unit[j] <= unit; jobs behind the last one start at the end
     while (high - low > 1) {
       const int mid = (low + high) / 2;
       if (s.first_unit[mid] <= unit)
@@ -151,7 +157,7 @@ struct Cutter {
         const Job& job = s.jobs[j];
         const int32_t segment = u - s.first_unit[j];
         const int32_t walked = job.begin(segment + 1) - job.begin(segment) + (units[u].start >> 8);
-        needs_end = u + 1 < s.first_unit[j + 1] && merged(u + 1);
+        needs_end = u + 1 < min(s.first_unit[j + 1], num_units) && merged(u + 1);
         atomicAdd(&s.bucket[merged(u)][length_bucket(walked)], a.plan.v_parts);
       }
       int32_t all;
@@ -167,7 +173,9 @@ struct Cutter {
       const int j = find_job(u);
       const Job& job = s.jobs[j];
       const int32_t segment = u - s.first_unit[j];
-      const bool is_end = u + 1 == s.first_unit[j + 1], needs_end = !is_end && merged(u + 1), is_merged = merged(u);
+      const int32_t job_end = min(s.first_unit[j + 1], num_units);
+      const bool is_end = u + 1 == job_end, is_merged = merged(u);
+      const bool needs_end = !is_end && merged(u + 1) && units[u].entry <= a.most_states;  // the bound holds for good boundaries
       const int32_t start = units[u].start & 0xff, warmup = units[u].start >> 8;
       const int32_t first = job.begin(segment) - warmup, walked = job.begin(segment + 1) - first;
       WorkItem item{};
@@ -179,7 +187,8 @@ struct Cutter {
       item.sequence = job.sequence;
       item.v_head = job.head;
       item.start = start;
-      item.start_index = is_merged ? units[u - 1].entry - 1 : 0;
+      item.start_index = is_merged ? min(units[u - 1].entry, a.most_states) - 1 : 0;
+      if (item.start_index < 0) item.start = QLA_START_ZERO, item.start_index = 0;
       item.is_last = is_end;
       item.segment = segment;
       item.first_chunk = first;
