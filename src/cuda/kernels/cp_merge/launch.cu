@@ -1,5 +1,5 @@
 // cp_merge - (C1) S_start(j + 1) = M_j S_start(j) + S_ext(j) along each chain of merged boundaries, in fp32, in place.
-//   grid: a work item = (chain, 4 value rows of S^T): value columns of S are independent, so a chain's 32 items never meet.
+//   grid: a work item = (chain, 8 value rows of S^T): value columns of S are independent, so a chain's 16 items never meet.
 //   S^T (j + 1)[v][k] = sum_i S^T(j)[v][i] M^T[i][k] + S_ext^T[v][k]. Warp w sums over i = 8 w .. 8 w + 7, lane l has k = 4 l ..
 //   4 l + 3; the sixteen partial sums are added in a fixed order. M of the next boundary is on its way while this one is
 //   multiplied.
@@ -12,8 +12,8 @@
 namespace qla::cuda::cp_merge {
 namespace {
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = 4, kItems = 128 / kRows, kTerms = 128 / kWarps;
-static_assert(kThreads == kRows * 128);
+constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = 8, kItems = 128 / kRows, kTerms = 128 / kWarps;
+static_assert(kThreads * 2 == kRows * 128);  // a thread finishes two neighbouring sums
 
 struct Shared {
   float state[kRows][128];
@@ -58,9 +58,10 @@ __global__ void __launch_bounds__(kThreads, 1) cp_merge(const __grid_constant__ 
   const int items = a.header->num_merges * kItems;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const MergeChain chain = a.chains[item / kItems];
-    const int v0 = item % kItems * kRows, row = threadIdx.x / 128, col = threadIdx.x % 128;
+    const int v0 = item % kItems * kRows, row = threadIdx.x / 64, col = threadIdx.x % 64 * 2;
     float4 moves[2][kTerms];  // of this boundary and the next; the one after that is on its way
-    float next = a.states[int64_t(chain.first) * kStateFloats + (v0 + row) * 128 + col];  // S_ext
+    float2* place = reinterpret_cast<float2*>(a.states + int64_t(chain.first) * kStateFloats + (v0 + row) * 128 + col);
+    float2 next = *place;  // S_ext
     load_move(moves[0], a, chain, 0, warp, lane);
     load_move(moves[1], a, chain, 1, warp, lane);
 #pragma unroll 1
@@ -69,20 +70,24 @@ __global__ void __launch_bounds__(kThreads, 1) cp_merge(const __grid_constant__ 
       for (int half = 0; half < 2; half++) {
         const int n = pair + half;
         if (n >= chain.count) break;
-        float* place = a.states + int64_t(chain.first + n) * kStateFloats + (v0 + row) * 128 + col;
-        float sum = next;
-        if (n + 1 < chain.count) next = place[kStateFloats];
+        float2 sum = next;
+        if (n + 1 < chain.count) next = place[kStateFloats / 2];
         if (a.transitions[chain.first + n]) {
           multiply(s, moves[half], warp, lane);
           load_move(moves[half], a, chain, n + 2, warp, lane);
           __syncthreads();
 #pragma unroll
-          for (int w = 0; w < kWarps; w++) sum += s.partial[w][row][col];
+          for (int w = 0; w < kWarps; w++) {
+            const float2 x = *reinterpret_cast<const float2*>(&s.partial[w][row][col]);
+            sum.x += x.x;
+            sum.y += x.y;
+          }
           *place = sum;
         } else {
           load_move(moves[half], a, chain, n + 2, warp, lane);
         }
-        s.state[row][col] = sum;
+        *reinterpret_cast<float2*>(&s.state[row][col]) = sum;
+        place += kStateFloats / 2;
         __syncthreads();
       }
     }
