@@ -51,6 +51,12 @@ void slices_of_32(const Sample& s, const Values& truth, const Result& result) {
   }
 }
 
+void the_last_130_tokens(const Sample& s, const Values& truth, const Result& result) {
+  const size_t from = (s.tokens() - 130) * s.in.v_heads * s.in.v_dim;
+  const double error = relative_error({result.values.o.begin() + from, result.values.o.end()}, {truth.o.begin() + from, truth.o.end()});
+  EXPECT_LE(error, limits::relative(s.dtype, false, false)) << "o of the last 130 tokens";
+}
+
 Case br11(const char* name, double factor) {
   return {.recipe = "BR11", .name = name, .T = 64,
           .edit = [factor](Sample& s, Random&) {
@@ -169,6 +175,19 @@ std::vector<Case> precision_cases() {
          for (double& x : s.in.g) x = r.uniform() < 1.0 / 3 ? 30 : -2 + r.normal();
          s.in.A_log.assign(s.in.A_log.size(), 0.0);
        }});
+  // BR-31 transitions multiplied over a long sequence that never forgets
+  add({.recipe = "BR31", .name = "65536 tokens", .T = 65536, .H = 1, .HV = 2, .K = 24, .V = 24, .dtypes = {kF32}, .gate = gates::zero(),
+       .calls = {{}, uncut(), merged(128)}});
+  add({.recipe = "BR31", .name = "65536 tokens 128", .T = 65536, .H = 2, .HV = 4, .dtypes = {kBf16}, .gate = gates::zero(), .calls = {{}, uncut()}, .big = true});
+  add({.recipe = "BR31", .name = "gapped", .T = 4096, .H = 1, .HV = 2, .K = 32, .V = 32, .dtypes = {kF32}, .gate = gates::zero(),
+       .calls = {{.name = "gapped, merged", .cp_mode = QLA_CP_FIXED, .cp_segment_chunks = 4, .layout = Layout::kGapped}}});
+  // BR-55 more tokens than 16 bits count
+  for (const int64_t T : {65537, 131073}) {
+    add({.recipe = "BR55", .name = std::to_string(T), .T = T, .H = 1, .HV = 1, .K = 16, .V = 16, .dtypes = {kF32}, .gate = gates::constant(-0.01), .h0 = false,
+         .dht = false, .calls = {{.backward = false}}, .extra = the_last_130_tokens});
+    add({.recipe = "BR55", .name = std::to_string(T) + " 128", .T = T, .H = 1, .HV = 1, .dtypes = {kBf16}, .gate = gates::constant(-0.01),
+         .calls = {{.backward = false}}, .extra = the_last_130_tokens, .big = true});
+  }
   return table;
 }
 

@@ -80,6 +80,10 @@ class Caller {
   Numbers read_states(const TestTensor& tensor) const {
     return opt_.v_first() ? swap_state_axes(tensor.read(), in_.v_dim, in_.k_dim) : tensor.read();
   }
+  Numbers boundaries() const {
+    const std::vector<int64_t>& cu = opt_.cu_override.empty() ? s_.cu : opt_.cu_override;
+    return {cu.begin(), cu.end()};
+  }
   TestTensor written(TestTensor tensor, const Numbers& values) {
     tensor.write(values);
     return tensor;
@@ -127,7 +131,7 @@ class Caller {
       beta_ = written(make(Role::kInput, s_.beta_dtype, HV, 0), in_.beta);
     }
     if (!in_.initial_state.empty()) write_states(h0_ = make_states(Role::kInput, s_.state_dtype, N), in_.initial_state);
-    if (!s_.cu.empty()) cu_ = written(arena_.tensor(Role::kInput, opt_.cu_dtype, {N + 1}), Numbers(s_.cu.begin(), s_.cu.end()));
+    if (!s_.cu.empty()) cu_ = written(arena_.tensor(Role::kInput, opt_.cu_dtype, {N + 1}), boundaries());
     if (!in_.A_log.empty()) a_log_ = written(arena_.tensor(Role::kInput, real, {HV}), in_.A_log);
     if (!in_.dt_bias.empty()) dt_bias_ = written(arena_.tensor(Role::kInput, real, {HV}), in_.dt_bias);
     if (!in_.has_initial.empty())
@@ -245,6 +249,25 @@ class Caller {
 };
 
 }  // namespace
+
+Values run_chained(const Backend& backend, const Sample& sample, const std::vector<int64_t>& lengths, const Options& options) {
+  Options piece = options;
+  piece.backward = false;
+  Values whole;
+  Numbers state = sample.in.initial_state;
+  int64_t from = 0;
+  for (const int64_t length : lengths) {
+    Sample part = tokens_of(sample, from, from + length);
+    part.in.initial_state = state;
+    const Result result = run(backend, part, piece);
+    if (!result.ok()) return {};
+    whole.o.insert(whole.o.end(), result.values.o.begin(), result.values.o.end());
+    state = result.values.final_state;
+    from += length;
+  }
+  whole.final_state = state;
+  return whole;
+}
 
 Result run(const Backend& backend, const Sample& sample, const Options& options) { return Caller(backend, sample, options).run(); }
 

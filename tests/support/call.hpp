@@ -38,6 +38,7 @@ struct Options {
   bool reuse_saved = true;      // hand the forward's g_cumsum, norms and saved buffer to backward
   bool parts = false;           // also ask for a_inv, a_gated, h
   int64_t checkpoint_every = 0;
+  std::vector<int64_t> cu_override = {};  // boundaries to pass instead of the sample's
   std::function<void(qla_gdn_forward_args&)> edit_forward = {};    // last word before the call
   std::function<void(qla_gdn_backward_args&)> edit_backward = {};
 
@@ -52,6 +53,9 @@ struct Result {
   Numbers a_inv, a_gated, h, g_cumsum, checkpoints;
   bool ok() const { return status == QLA_OK && error.empty(); }
 };
+
+// Pieces of a call of one batch: lengths that sum to T, each starting from the state the one before ended in. Outputs and the last states.
+Values run_chained(const Backend& backend, const Sample& sample, const std::vector<int64_t>& lengths, const Options& options = {});
 
 Result run(const Backend& backend, const Sample& sample, const Options& options = {});
 
