@@ -33,7 +33,7 @@ S sigmoid(S x) {
 
 template <class S>
 struct ActivatedOf {
-  std::vector<S> g, beta;    // [tokens, HV]: log decay, write strength
+  std::vector<S> g, beta;           // [tokens, HV]: log decay, write strength
   std::vector<S> q_rnorm, k_rnorm;  // [tokens, H]: inverse norms, 1 without normalisation
 };
 using Activated = ActivatedOf<double>;

@@ -47,15 +47,15 @@ Tile<A> rows_scaled(Tile<A> x, const Tile<A>& scale) {
 template <class P>
 struct Chunk {
   using A = typename P::Real;
-  int64_t first, rows;         // token, valid rows
-  Tile<A> q, k;                // [C, K] as given: the operands; norms ride on the scalings
-  Tile<A> v, d_o;              // [C, V]
-  Tile<A> beta, rq, rk;        // [C]
-  Tile<A> g, gamma, tail;      // (F1)
-  Tile<A> decay;               // G [C, C]
-  Tile<A> a_gated;             // Abar (F3), an operand
-  Tile<A> p_gated;             // Pg diag(beta) (F6), an operand
-  Tile<A> qk, kk;              // Q K^T, K K^T with the norms on, fp32
+  int64_t first, rows;                // token, valid rows
+  Tile<A> q, k;                       // [C, K] as given: the operands; norms ride on the scalings
+  Tile<A> v, d_o;                     // [C, V]
+  Tile<A> beta, rq, rk;               // [C]
+  Tile<A> g, gamma, tail;             // (F1)
+  Tile<A> decay;                      // G [C, C]
+  Tile<A> a_gated;                    // Abar (F3), an operand
+  Tile<A> p_gated;                    // Pg diag(beta) (F6), an operand
+  Tile<A> qk, kk;                     // Q K^T, K K^T with the norms on, fp32
   Tile<A> k_scale, q_scale, e_scale;  // gamma rk; scale gamma rq; tail beta rk
 };
 
@@ -117,42 +117,43 @@ class Head {  // one value head of one sequence
     Tile<A> resid = nn(c.k, snapshot, C_, V_, K_);  // KS
     for (int64_t i = 0; i < C_; ++i)
       for (int64_t x = 0; x < V_; ++x) resid[i * V_ + x] = c.v[i * V_ + x] - c.k_scale[i] * resid[i * V_ + x];  // (F4)
-    const Tile<A> full = nn(c.a_gated, rounded<P>(std::move(resid)), C_, V_, C_);  // (F5) Delta
+    const Tile<A> full = nn(c.a_gated, rounded<P>(std::move(resid)), C_, V_, C_);                               // (F5) Delta
     delta = rounded<P>(full);
     o = rows_scaled(nn(c.q, snapshot, C_, V_, K_), c.q_scale);  // (F7)
     gemm_nn(C_, V_, C_, c.p_gated.data(), delta.data(), o.data());
     const Tile<A> v_tail = rounded<P>(rows_scaled(full, c.e_scale));  // (F8), with the key's norm in it
-    for (A& x : state) x *= c.gamma[C_ - 1];                           // (F9)
+    for (A& x : state) x *= c.gamma[C_ - 1];                          // (F9)
     gemm_tn(K_, V_, C_, c.k.data(), v_tail.data(), state.data());
   }
 
-  // One chunk of the reverse walk. d_state is dS+ on entry and dS after; snapshot is dS+ as stored, d_resid is dR = dV, unrounded.
+  // One chunk of the reverse walk. d_state is dS+ on entry and dS after; snapshot is dS+ as stored, d_resid is dR = dV,
+  // unrounded.
   void reverse(const Chunk<P>& c, Tile<A>& d_state, Tile<A>& snapshot, Tile<A>& d_resid) const {
     snapshot = rounded<P>(d_state);
-    Tile<A> d_delta = rows_scaled(nn(c.k, snapshot, C_, V_, K_), c.e_scale);            // (B1), diag(beta) of (B3) already in
-    gemm_tn(C_, V_, C_, c.p_gated.data(), c.d_o.data(), d_delta.data());               // (B2)
+    Tile<A> d_delta = rows_scaled(nn(c.k, snapshot, C_, V_, K_), c.e_scale);  // (B1), diag(beta) of (B3) already in
+    gemm_tn(C_, V_, C_, c.p_gated.data(), c.d_o.data(), d_delta.data());      // (B2)
     d_delta = rounded<P>(std::move(d_delta));
     d_resid.assign(C_ * V_, A(0));
-    gemm_tn(C_, V_, C_, c.a_gated.data(), d_delta.data(), d_resid.data());             // (B3)
+    gemm_tn(C_, V_, C_, c.a_gated.data(), d_delta.data(), d_resid.data());  // (B3)
     const Tile<A> scaled_do = rounded<P>(rows_scaled(c.d_o, c.q_scale));
     Tile<A> scaled_dr = rounded<P>(rows_scaled(d_resid, c.k_scale));
     for (A& x : scaled_dr) x = -x;
-    for (A& x : d_state) x *= c.gamma[C_ - 1];                                          // (B4)
+    for (A& x : d_state) x *= c.gamma[C_ - 1];  // (B4)
     gemm_tn(K_, V_, C_, c.q.data(), scaled_do.data(), d_state.data());
     gemm_tn(K_, V_, C_, c.k.data(), scaled_dr.data(), d_state.data());
   }
 
   // (B5)-(B11) from S, Delta, dS+, dR as stored. Adds to the gradients of the normalised q and k; sets dg, dbeta.
-  void grads(const Chunk<P>& c, const Tile<A>& state, const Tile<A>& delta, const Tile<A>& d_state, const Tile<A>& d_resid, Tile<A>& dq, Tile<A>& dk,
-             Tile<A>& dg, Tile<A>& dbeta) const {
+  void grads(const Chunk<P>& c, const Tile<A>& state, const Tile<A>& delta, const Tile<A>& d_state, const Tile<A>& d_resid,
+             Tile<A>& dq, Tile<A>& dk, Tile<A>& dg, Tile<A>& dbeta) const {
     const Tile<A> jj = nt(c.d_o, delta, C_, C_, V_), zz = nt(d_resid, delta, C_, C_, V_);  // J and Z before masks and gates
     Tile<A> dp_k(C_ * C_, A(0)), dp_q(C_ * C_, A(0)), x(C_ * C_, A(0)), y(C_ * C_, A(0)), column(C_, A(0));
     for (int64_t i = 0; i < C_; ++i)
       for (int64_t j = 0; j <= i; ++j) {
         const int64_t at = i * C_ + j;
-        const A dp = A(in_.scale) * c.decay[at] * jj[at] * c.beta[j];      // (B5)
-        const A z = j < i ? -c.decay[at] * zz[at] : A(0);                   // (B6)
-        dp_k[at] = P::round(dp * c.rk[j]);  // as operands they carry the norm of the rows they meet
+        const A dp = A(in_.scale) * c.decay[at] * jj[at] * c.beta[j];  // (B5)
+        const A z = j < i ? -c.decay[at] * zz[at] : A(0);              // (B6)
+        dp_k[at] = P::round(dp * c.rk[j]);                             // as operands they carry the norm of the rows they meet
         dp_q[at] = P::round(dp * c.rq[i]);
         x[at] = z * c.beta[j];
         y[at] = A(in_.scale) * c.decay[at] * c.qk[at] * jj[at] + z * c.kk[at];  // Y' (B10)
@@ -296,8 +297,8 @@ Outputs forward(const Inputs& in, int64_t C) {
 }
 
 template <class P>
-void backward_head(const Inputs& in, const Activated& act, int64_t n, int64_t h, int64_t C, Tile<typename P::Real>& dq, Tile<typename P::Real>& dk,
-                   Gradients& grads) {
+void backward_head(const Inputs& in, const Activated& act, int64_t n, int64_t h, int64_t C, Tile<typename P::Real>& dq,
+                   Tile<typename P::Real>& dk, Gradients& grads) {
   using A = typename P::Real;
   const Head<P> head(in, act, n, h, C);
   const int64_t chunks = head.num_chunks();

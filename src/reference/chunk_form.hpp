@@ -1,10 +1,13 @@
-// The chunk form (F0)-(F9), (B1)-(B11) of docs/math.md, written as the kernels are cut: forward walk, reverse walk, gradients of one chunk.
+// The chunk form (F0)-(F9), (B1)-(B11) of docs/math.md, written as the kernels are cut: forward walk, reverse walk, gradients of
+// one chunk.
 //
 //   Operand::kExact   float64, nothing rounded: a second road to the recurrence's numbers, and the reference for long sequences;
-//   Operand::kBf16/16 the emulator: what a 16-bit GPU kernel rounds is rounded here, once - the matrix operands S, R, Delta, E, Abar, Pg,
+//   Operand::kBf16/16 the emulator: what a 16-bit GPU kernel rounds is rounded here, once - the matrix operands S, R, Delta, E,
+//   Abar, Pg,
 //                     dS, dR, dD, dP, X and the scaled dO and dR of (B4) - while states, accumulators and gate vectors are fp32.
 //
-// Its error against the recurrence is the scale by which a 16-bit backend is judged. Outputs are not yet rounded to their tensors' types.
+// Its error against the recurrence is the scale by which a 16-bit backend is judged. Outputs are not yet rounded to their
+// tensors' types.
 #pragma once
 
 #include "reference/inputs.hpp"
@@ -18,9 +21,10 @@ Gradients chunk_backward(const Inputs& in, Operand operand, int64_t chunk = 64);
 
 // Outputs for tests of the intra-chunk stage and of the snapshots, of one call.
 struct ChunkParts {
-  std::vector<double> g_cumsum;        // [tokens, HV] (F1)
-  std::vector<double> a_inv, a_gated;  // [tokens, HV, chunk] (F2), (F3); columns past the sequence's end as the tail rule gives them
-  std::vector<double> h;               // [chunks of all sequences, HV, K, V]: the state at each chunk's start
+  std::vector<double> g_cumsum;  // [tokens, HV] (F1)
+  std::vector<double> a_inv,
+      a_gated;            // [tokens, HV, chunk] (F2), (F3); columns past the sequence's end as the tail rule gives them
+  std::vector<double> h;  // [chunks of all sequences, HV, K, V]: the state at each chunk's start
 };
 ChunkParts chunk_parts(const Inputs& in, int64_t chunk = 64);  // exact
 

@@ -10,7 +10,7 @@ namespace qla::reference {
 // S is double, or std::complex<double> for the complex-step check of the adjoint.
 template <class S>
 struct InputsOf {
-  int64_t tokens = 0;  // of the whole [B * T] buffer; those outside every sequence are not read and get zeros
+  int64_t tokens = 0;             // of the whole [B * T] buffer; those outside every sequence are not read and get zeros
   std::vector<int64_t> bos, eos;  // sequence n is the tokens bos[n] .. eos[n] - 1
   int64_t k_heads = 1, v_heads = 1, k_dim = 1, v_dim = 1;
   double scale = 1.0;

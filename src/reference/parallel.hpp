@@ -1,4 +1,5 @@
-// Independent jobs on a few threads. Each job writes only what is its own, so the result does not depend on the number of threads.
+// Independent jobs on a few threads. Each job writes only what is its own, so the result does not depend on the number of
+// threads.
 #pragma once
 
 #include <algorithm>

@@ -79,8 +79,8 @@ OutputsOf<S> forward(const InputsOf<S>& in) {
 }
 
 // Adjoint of one token: before and after are the states around it, d_state the gradient of `after` and then of `before`.
-void step_adjoint(const Inputs& in, const Token<double>& x, const double* before, const double* after, const double* d_o, double* d_state,
-                  double* dq, double* dk, double* dv, double* dg, double* dbeta) {
+void step_adjoint(const Inputs& in, const Token<double>& x, const double* before, const double* after, const double* d_o,
+                  double* d_state, double* dq, double* dk, double* dv, double* dg, double* dbeta) {
   const int64_t K = in.k_dim, V = in.v_dim;
   double delta[kMaxDim], kds[kMaxDim];  // v - S^T k of the decayed S; dS^T k
   std::copy(x.v, x.v + V, delta);
@@ -133,11 +133,11 @@ void backward_head(const Inputs& in, const Activated& act, int64_t n, int64_t he
       step(in, x, &between[(t + 1) * size], static_cast<double*>(nullptr));
     }
     for (int64_t t = count - 1; t >= 0; --t) {
-      const int64_t token = bos + first + t, i = token * in.v_heads + head, row = (token * in.k_heads + head / in.group()) * in.k_dim;
+      const int64_t token = bos + first + t, i = token * in.v_heads + head,
+                    row = (token * in.k_heads + head / in.group()) * in.k_dim;
       token_at(in, act, token, head, x);
-      step_adjoint(in, x, &between[t * size], &between[(t + 1) * size],
-                   in.d_o.empty() ? nullptr : &in.d_o[i * in.v_dim], d_state.data(), &grads.dq[row], &grads.dk[row],
-                   &grads.dv[i * in.v_dim], &grads.dg[i], &grads.dbeta[i]);
+      step_adjoint(in, x, &between[t * size], &between[(t + 1) * size], in.d_o.empty() ? nullptr : &in.d_o[i * in.v_dim],
+                   d_state.data(), &grads.dq[row], &grads.dk[row], &grads.dv[i * in.v_dim], &grads.dg[i], &grads.dbeta[i]);
     }
   }
   if (in.initial_state.empty() || in.starts_from_state(n))
@@ -158,10 +158,11 @@ Gradients recurrence_backward(const Inputs& in) {
   grads.dg.assign(in.tokens * in.v_heads, 0.0);
   grads.dbeta.assign(in.tokens * in.v_heads, 0.0);
   grads.dh0.assign(in.num_seqs() * in.v_heads * in.state_size(), 0.0);
-  parallel_for(in.num_seqs() * in.k_heads, [&](int64_t job) {  // a job owns a q/k head, so that its dq and dk are summed by one thread
-    const int64_t n = job / in.k_heads, k_head = job % in.k_heads;
-    for (int64_t h = k_head * in.group(); h < (k_head + 1) * in.group(); ++h) backward_head(in, act, n, h, grads);
-  });
+  parallel_for(in.num_seqs() * in.k_heads,
+               [&](int64_t job) {  // a job owns a q/k head, so that its dq and dk are summed by one thread
+                 const int64_t n = job / in.k_heads, k_head = job % in.k_heads;
+                 for (int64_t h = k_head * in.group(); h < (k_head + 1) * in.group(); ++h) backward_head(in, act, n, h, grads);
+               });
   activations_adjoint(in, act, grads);
   return grads;
 }

@@ -49,7 +49,8 @@ inline float fp16_value(uint16_t bits) {
   if (exponent == 31)
     size = mantissa ? std::numeric_limits<float>::quiet_NaN() : std::numeric_limits<float>::infinity();
   else
-    size = exponent ? std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25) : std::ldexp(static_cast<float>(mantissa), -24);
+    size =
+        exponent ? std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25) : std::ldexp(static_cast<float>(mantissa), -24);
   return bits & 0x8000 ? -size : size;
 }
 

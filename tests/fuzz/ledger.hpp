@@ -1,4 +1,5 @@
-// Known failures of the fuzzer: a seed that fails for a reason that is understood and has an issue. It is reported as skipped, never silently.
+// Known failures of the fuzzer: a seed that fails for a reason that is understood and has an issue. It is reported as skipped,
+// never silently.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 namespace qla::test {
 
 struct KnownFailure {
-  const char* test;   // "Differential", "Packed", ..
+  const char* test;  // "Differential", "Packed", ..
   uint64_t seed;
   const char* issue;  // what is wrong, and where it is tracked
 };

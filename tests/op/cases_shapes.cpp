@@ -15,7 +15,8 @@ void empty_sequences_pass_through(const Sample& s, const Values&, const Result& 
     if (s.in.bos[n] != s.in.eos[n]) continue;
     for (int64_t i = n * size; i < (n + 1) * size; ++i) {
       const Values& got = result.values;
-      const double start = s.in.initial_state.empty() ? 0.0 : s.in.initial_state[i], end = s.in.d_final_state.empty() ? 0.0 : s.in.d_final_state[i];
+      const double start = s.in.initial_state.empty() ? 0.0 : s.in.initial_state[i],
+                   end = s.in.d_final_state.empty() ? 0.0 : s.in.d_final_state[i];
       ASSERT_TRUE(got.final_state.empty() || got.final_state[i] == start) << "final_state of empty sequence " << n;
       ASSERT_TRUE(got.dh0.empty() || got.dh0[i] == end) << "dh0 of empty sequence " << n;
     }
@@ -51,7 +52,8 @@ std::vector<Case> shape_cases() {
   // BR-33 .. BR-35 empty sequences
   for (const bool h0 : {true, false}) {
     Case c = packed("BR33", h0 ? "empty between" : "empty between no h0", {0, 0, 64, 64, 64, 130, 130});
-    c.dtypes = {kBf16, kFp16, kF32, kF64}, c.h0 = h0, c.extra = empty_sequences_pass_through, c.calls = {{}, uncut(), fixed(1), v_first()};
+    c.dtypes = {kBf16, kFp16, kF32, kF64}, c.h0 = h0, c.extra = empty_sequences_pass_through,
+    c.calls = {{}, uncut(), fixed(1), v_first()};
     add(c);
   }
   for (const auto& cu : {std::vector<int64_t>{0, 100, 256, 256, 256}, std::vector<int64_t>{0, 0, 0, 5}}) {
@@ -89,10 +91,10 @@ std::vector<Case> shape_cases() {
     if (shuffle % 3 == 1) c.edit = [](Sample& s, Random&) { s.in.initial_state.assign(s.in.initial_state.size(), 0.0); };
     c.dtypes = {kBf16};
     if (shuffle < 2) add(c);
-    c.name += " device", c.big = true;
+    c.big = true;
     if (shuffle >= 2) add(c);
     c.big = false;
-    c.K = c.V = 32, c.dtypes = {kF32}, c.name += " 32";
+    c.K = c.V = 32, c.dtypes = {kF32};
     add(c);
   }
   {
@@ -116,7 +118,12 @@ std::vector<Case> shape_cases() {
     add(c);
   }
   // BR-40 strong gates, NaN past the end
-  add({.recipe = "BR40", .name = "T 75", .B = 2, .T = 75, .dtypes = {kFp16, kBf16, kF32}, .gate = gates::logsigmoid_over(0.01),
+  add({.recipe = "BR40",
+       .name = "T 75",
+       .B = 2,
+       .T = 75,
+       .dtypes = {kFp16, kBf16, kF32},
+       .gate = gates::logsigmoid_over(0.01),
        .calls = {laid_out("gapped", Layout::kGapped)}});
   // BR-41 fixed lengths
   for (const int64_t B : {1, 3})
@@ -125,18 +132,43 @@ std::vector<Case> shape_cases() {
   // BR-48 head maps
   const std::pair<int64_t, int64_t> maps[] = {{1, 8}, {2, 8}, {16, 48}, {4, 4}, {3, 9}};
   for (const auto& [H, HV] : maps)
-    add({.recipe = "BR48", .name = std::to_string(H) + " to " + std::to_string(HV), .T = HV > 16 ? 80 : 130, .H = H, .HV = HV,
-         .dtypes = HV > 16 ? std::vector<int32_t>{kBf16} : std::vector<int32_t>{kBf16, kF32, kF64}, .per_head = true});
+    add({.recipe = "BR48",
+         .name = std::to_string(H) + " to " + std::to_string(HV),
+         .T = HV > 16 ? 80 : 130,
+         .H = H,
+         .HV = HV,
+         .dtypes = HV > 16 ? std::vector<int32_t>{kBf16} : std::vector<int32_t>{kBf16, kF32, kF64},
+         .per_head = true});
   // BR-49, BR-51 head sizes: every pair, both state layouts
   for (const int64_t K : {16, 32, 48, 64, 80, 96, 128, 160, 192, 256})
     for (const int64_t V : {32, 64, 96, 128, 256})
-      add({.recipe = "BR49", .name = "K " + std::to_string(K) + " V " + std::to_string(V), .T = 70, .H = 1, .HV = 2, .K = K, .V = V, .calls = {{}, v_first()}});
+      add({.recipe = "BR49",
+           .name = "K " + std::to_string(K) + " V " + std::to_string(V),
+           .T = 70,
+           .H = 1,
+           .HV = 2,
+           .K = K,
+           .V = V,
+           .calls = {{}, v_first()}});
   const std::pair<int64_t, int64_t> odd[] = {{1, 1}, {3, 5}, {17, 33}, {255, 129}, {256, 1}, {1, 256}};
   for (const auto& [K, V] : odd)
-    add({.recipe = "BR49", .name = "odd K " + std::to_string(K) + " V " + std::to_string(V), .T = 130, .H = 1, .HV = 2, .K = K, .V = V, .dtypes = {kF32, kF64},
+    add({.recipe = "BR49",
+         .name = "odd K " + std::to_string(K) + " V " + std::to_string(V),
+         .T = 130,
+         .H = 1,
+         .HV = 2,
+         .K = K,
+         .V = V,
+         .dtypes = {kF32, kF64},
          .calls = {{}, v_first(), fixed(1)}});
   for (const int64_t size : {32, 64})
-    add({.recipe = "BR51", .name = std::to_string(size), .T = 100, .K = size, .V = size, .dtypes = {kBf16, kFp16, kF32, kF64}, .gate = gates::qwen()});
+    add({.recipe = "BR51",
+         .name = std::to_string(size),
+         .T = 100,
+         .K = size,
+         .V = size,
+         .dtypes = {kBf16, kFp16, kF32, kF64},
+         .gate = gates::qwen()});
   // BR-52 very many sequences
   {
     std::vector<int64_t> lengths(2050, 16);
@@ -146,8 +178,17 @@ std::vector<Case> shape_cases() {
     c.name += " 128", c.H = 8, c.K = c.V = 128, c.dtypes = {kBf16}, c.big = true;
     add(c);
     add({.recipe = "BR52", .name = "B 70000", .B = 70000, .T = 1, .H = 1, .HV = 1, .K = 8, .V = 8, .dtypes = {kF32}});
-    add({.recipe = "BR52", .name = "B 70000 no states 128", .B = 70000, .T = 1, .H = 1, .HV = 1, .dtypes = {kBf16}, .h0 = false, .dht = false,
-         .calls = {no_final_state()}, .big = true});
+    add({.recipe = "BR52",
+         .name = "B 70000 no states 128",
+         .B = 70000,
+         .T = 1,
+         .H = 1,
+         .HV = 1,
+         .dtypes = {kBf16},
+         .h0 = false,
+         .dht = false,
+         .calls = {no_final_state()},
+         .big = true});
   }
   return table;
 }

@@ -1,4 +1,5 @@
-// Recipes without a C++ test on the CPU, and why. A recipe that needs torch is not here: its tests carry pytest's marker br(number).
+// Recipes without a C++ test on the CPU, and why. A recipe that needs torch is not here: its tests carry pytest's marker
+// br(number).
 #pragma once
 
 namespace qla::test {

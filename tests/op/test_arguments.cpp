@@ -16,7 +16,8 @@ class Arguments : public OpTest {
     return sample_of(c, plain_dtype());
   }
   // refused with the argument's name, outputs untouched (still NaN), and the next valid call works
-  void expect_refused(const Sample& s, const Options& options, const std::string& argument, qla_status status = QLA_INVALID_ARGUMENT) const {
+  void expect_refused(const Sample& s, const Options& options, const std::string& argument,
+                      qla_status status = QLA_INVALID_ARGUMENT) const {
     const Result result = run(backend(), s, options);
     EXPECT_EQ(result.status, status) << qla_status_name(result.status) << ": " << result.error;
     EXPECT_NE(result.error.find(argument), std::string::npos) << result.error;
@@ -29,7 +30,8 @@ QLA_ON_EVERY_BACKEND(Arguments);
 
 TEST_P(Arguments, BR44_boundaries_that_make_no_sense) {
   const Sample s = packed_sample();
-  const std::vector<int64_t> wrong[] = {{0, 12, 8, 16}, {1, 4, 8, 16}, {0, 4, 8, 17}, {0, 4, -8, 16}, {-1, 4, 8, 16}, {0, 4, 8, int64_t{1} << 40}};
+  const std::vector<int64_t> wrong[] = {{0, 12, 8, 16}, {1, 4, 8, 16},  {0, 4, 8, 17},
+                                        {0, 4, -8, 16}, {-1, 4, 8, 16}, {0, 4, 8, int64_t{1} << 40}};
   for (const std::vector<int64_t>& cu : wrong)
     for (const int32_t type : {QLA_INT32, QLA_INT64}) {
       if (type == QLA_INT32 && cu.back() > INT32_MAX) continue;
@@ -49,14 +51,18 @@ TEST_P(Arguments, BR44_boundaries_of_a_wrong_kind) {
   const std::function<void(qla_tensor&)> wrong[] = {
       [](qla_tensor& cu) { cu.dtype = QLA_FLOAT32; }, [](qla_tensor& cu) { cu.ndim = 2, cu.shape[1] = 1, cu.stride[1] = 1; },
       [](qla_tensor& cu) { cu.shape[0] = 0; }, [](qla_tensor& cu) { cu.shape[0] = 1; }};
-  for (const auto& spoil : wrong) expect_refused(s, {.edit_forward = [&](qla_gdn_forward_args& args) { spoil(args.cu_seqlens); }}, "");
+  for (const auto& spoil : wrong)
+    expect_refused(s, {.edit_forward = [&](qla_gdn_forward_args& args) { spoil(args.cu_seqlens); }}, "");
   expect_refused(s, {.edit_forward = [](qla_gdn_forward_args& args) { args.initial_state.shape[0] = 2; }}, "initial_state");
   Case c{.recipe = "BR44", .name = "batch", .B = 2, .T = 8};
   c.K = c.V = head_size(16);
   const int32_t cu[] = {0, 8, 16};
-  expect_refused(sample_of(c, plain_dtype()), {.edit_forward = [&](qla_gdn_forward_args& args) {
-                   args.cu_seqlens = {const_cast<int32_t*>(cu), QLA_INT32, 1, {3}, {1}};
-                 }}, "cu_seqlens");
+  expect_refused(sample_of(c, plain_dtype()),
+                 {.edit_forward =
+                      [&](qla_gdn_forward_args& args) {
+                        args.cu_seqlens = {const_cast<int32_t*>(cu), QLA_INT32, 1, {3}, {1}};
+                      }},
+                 "cu_seqlens");
 }
 
 TEST_P(Arguments, BR48_heads_that_do_not_divide) {
@@ -95,14 +101,16 @@ TEST_P(Arguments, BR62_scale_zero_is_zero_and_nan_is_the_default) {
 // One process, random mixes: nothing made for one combination serves another.
 TEST_P(Arguments, BR67_random_mixes_in_one_process) {
   Random random(1067);
-  const std::vector<int32_t> tensors = on_device() ? std::vector<int32_t>{kBf16, kFp16} : std::vector<int32_t>{kBf16, kFp16, kF32, kF64};
+  const std::vector<int32_t> tensors =
+      on_device() ? std::vector<int32_t>{kBf16, kFp16} : std::vector<int32_t>{kBf16, kFp16, kF32, kF64};
   const int32_t sides[] = {kF32, kBf16, kFp16};
   const std::pair<int64_t, int64_t> heads[] = {{1, 1}, {1, 4}, {2, 4}, {3, 3}};
   for (int call = 0; call < 60; ++call) {
     Case c{.recipe = "BR67", .name = "mix " + std::to_string(call), .T = random.integer(1, 150)};
     c.H = heads[call % 4].first, c.HV = heads[call % 4].second;
     c.K = head_size(16 * random.integer(1, 4)), c.V = head_size(16 * random.integer(1, 4));
-    c.g_dtype = sides[random.integer(0, 2)], c.beta_dtype = sides[random.integer(0, 2)], c.state_dtype = sides[random.integer(0, 2)];
+    c.g_dtype = sides[random.integer(0, 2)], c.beta_dtype = sides[random.integer(0, 2)],
+    c.state_dtype = sides[random.integer(0, 2)];
     c.h0 = random.uniform() < 0.5, c.dht = random.uniform() < 0.5;
     if (random.uniform() < 0.5) c.cu = {0, c.T / 3, c.T};
     Options options{.name = "mix"};

@@ -33,7 +33,8 @@ TEST_P(Layouts, BR56_views_equal_contiguous_tensors) {
     for (const auto& cu : {std::vector<int64_t>{}, std::vector<int64_t>{0, 37, 130}}) {
       const Sample s = small("BR56", dtype, cu);
       const Values expected = must_run(s).values;
-      for (const Layout layout : {Layout::kFused, Layout::kGapped, Layout::kHeadMajor, Layout::kEverySecond, Layout::kBackwards}) {
+      for (const Layout layout :
+           {Layout::kFused, Layout::kGapped, Layout::kHeadMajor, Layout::kEverySecond, Layout::kBackwards}) {
         if (on_device() && layout == Layout::kBackwards) continue;
         expect_bitwise(must_run(s, {.layout = layout}).values, expected, "a view");
       }
@@ -140,7 +141,9 @@ TEST_P(Layouts, BR53_offsets_beyond_two_to_the_31) {
     if (!tensor->there()) GTEST_SKIP() << "no 40 GB of address space here";
   q.write(s.in.q), k.write(s.in.k), v.write(s.in.v), d_o.write(s.in.d_o);
   Options options;
-  options.edit_forward = [&](qla_gdn_forward_args& args) { args.q = q.view(), args.k = k.view(), args.v = v.view(), args.o = o.view(); };
+  options.edit_forward = [&](qla_gdn_forward_args& args) {
+    args.q = q.view(), args.k = k.view(), args.v = v.view(), args.o = o.view();
+  };
   options.edit_backward = [&](qla_gdn_backward_args& args) {
     args.q = q.view(), args.k = k.view(), args.v = v.view(), args.d_o = d_o.view();
     args.dq = dq.view(), args.dk = dk.view(), args.dv = dv.view();

@@ -30,7 +30,15 @@ TEST_P(Sequences, BR07_every_combination_of_options) {
 
 // 300 steps of gradient descent on a one-layer toy: every gradient stays finite, and the loss falls.
 TEST_P(Sequences, BR15_training_steps_stay_finite) {
-  Case c{.recipe = "BR15", .name = "toy", .T = 200, .keys = Keys::kRaw3, .h0 = false, .dht = false, .qk_l2norm = true, .raw_gate = true, .beta_sigmoid = true};
+  Case c{.recipe = "BR15",
+         .name = "toy",
+         .T = 200,
+         .keys = Keys::kRaw3,
+         .h0 = false,
+         .dht = false,
+         .qk_l2norm = true,
+         .raw_gate = true,
+         .beta_sigmoid = true};
   c.K = c.V = head_size(16);
   Sample s = sample_of(c, plain_dtype());
   Random random(4015);
@@ -45,13 +53,14 @@ TEST_P(Sequences, BR15_training_steps_stay_finite) {
     if (step == 0) first = last;
     s.round_values();
     const Values grads = must_run(s).values;
-    const std::pair<Numbers*, const Numbers*> moves[] = {{&s.in.q, &grads.dq}, {&s.in.k, &grads.dk}, {&s.in.v, &grads.dv},
-                                                         {&s.in.g, &grads.dg}, {&s.in.beta, &grads.dbeta}, {&s.in.A_log, &grads.dA_log}};
+    const std::pair<Numbers*, const Numbers*> moves[] = {{&s.in.q, &grads.dq},       {&s.in.k, &grads.dk},
+                                                         {&s.in.v, &grads.dv},       {&s.in.g, &grads.dg},
+                                                         {&s.in.beta, &grads.dbeta}, {&s.in.A_log, &grads.dA_log}};
     for (const auto& [x, dx] : moves) {
       ASSERT_EQ(x->size(), dx->size());
       for (size_t i = 0; i < x->size(); ++i) {
         ASSERT_TRUE(std::isfinite((*dx)[i])) << "step " << step;
-        (*x)[i] -= 0.05 * (*dx)[i];
+        (*x)[i] -= 0.5 * (*dx)[i];
       }
     }
     s.round_values();
@@ -99,7 +108,8 @@ TEST_P(Sequences, BR42_no_bit_of_one_sequence_depends_on_another) {
         if (x.empty()) continue;
         const size_t from = field.is_state ? x.size() / 2 : x.size() * a / (a + b);
         expect_bitwise({x.begin() + from, x.end()}, {y.begin() + from, y.end()}, field.name);
-        EXPECT_NE(Numbers(x.begin(), x.begin() + from), Numbers(y.begin(), y.begin() + from)) << field.name << " of the changed sequence";
+        EXPECT_NE(Numbers(x.begin(), x.begin() + from), Numbers(y.begin(), y.begin() + from))
+            << field.name << " of the changed sequence";
       }
     }
 }
@@ -121,8 +131,11 @@ TEST_P(Sequences, BR42_nan_stays_in_its_sequence_and_after_its_chunk) {
       const int64_t row = s.in.v_heads * s.in.v_dim;
       for (int64_t i = 0; i < static_cast<int64_t>(got.o.size()); ++i) {
         const int64_t token = i / row, head = i % row / s.in.v_dim;
-        if (token < 40 + 64 || token >= 240 || head >= 2) ASSERT_EQ(got.o[i], expected.o[i]) << call.name << ", input " << which << ", token " << token;
-        if (token >= 150 && token < 240 && head == 0 && which != 1) ASSERT_TRUE(std::isnan(got.o[i])) << call.name << ", input " << which << ", token " << token;
+        const bool before = token < 40 + 64, elsewhere = token >= 240, other_keys = head >= 2;
+        ASSERT_TRUE(!(before || elsewhere || other_keys) || got.o[i] == expected.o[i])
+            << call.name << ", input " << which << ", token " << token;
+        const bool must = token >= 150 && token < 240 && head == 0 && which != 1;  // v: its own column only
+        ASSERT_TRUE(!must || std::isnan(got.o[i])) << call.name << ", input " << which << ", token " << token;
       }
       const int64_t states = s.in.v_heads * s.in.state_size();
       for (int64_t i = 0; i < states; ++i) {
@@ -175,7 +188,8 @@ TEST_P(Sequences, BR46_packed_with_other_split_points) {
       for (const auto& [from, to] : ranges) out.insert(out.end(), x.begin() + from * width, x.begin() + to * width);
       return out;
     };
-    part.in.q = gather(s.in.q), part.in.k = gather(s.in.k), part.in.v = gather(s.in.v), part.in.g = gather(s.in.g), part.in.beta = gather(s.in.beta);
+    part.in.q = gather(s.in.q), part.in.k = gather(s.in.k), part.in.v = gather(s.in.v), part.in.g = gather(s.in.g),
+    part.in.beta = gather(s.in.beta);
     part.in.d_o.clear(), part.in.d_final_state.clear();
     part.length = part.cu.back(), part.set_sequences();
     part.in.initial_state = state;
@@ -204,7 +218,8 @@ TEST_P(Sequences, D6_one_token_equals_one_step) {
         double read = 0, o = 0;
         const auto old = [&](int64_t i) { return std::exp(in.g[at]) * in.initial_state[(at * in.k_dim + i) * in.v_dim + x]; };
         for (int64_t i = 0; i < in.k_dim; ++i) read += in.k[row + i] * old(i);
-        for (int64_t i = 0; i < in.k_dim; ++i) o += in.scale * in.q[row + i] * (old(i) + in.beta[at] * in.k[row + i] * (in.v[at * in.v_dim + x] - read));
+        for (int64_t i = 0; i < in.k_dim; ++i)
+          o += in.scale * in.q[row + i] * (old(i) + in.beta[at] * in.k[row + i] * (in.v[at * in.v_dim + x] - read));
         ASSERT_NEAR(got.o[at * in.v_dim + x], o, is_16_bit(s.dtype) ? 2e-2 : 1e-5);
       }
     }

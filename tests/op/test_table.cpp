@@ -31,7 +31,8 @@ std::vector<Row> rows() {
 }
 
 std::string row_name(const testing::TestParamInfo<Row>& info) {
-  std::string name = std::string(info.param.c->recipe) + "_" + info.param.c->name + "_" + name_of(info.param.dtype) + "_" + info.param.backend->name();
+  std::string name = std::string(info.param.c->recipe) + "_" + info.param.c->name + "_" + name_of(info.param.dtype) + "_" +
+                     info.param.backend->name();
   for (char& letter : name)
     if (!std::isalnum(static_cast<unsigned char>(letter))) letter = '_';
   return name;

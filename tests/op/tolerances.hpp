@@ -1,8 +1,8 @@
 // The limits of the suite, all of them. Relative L2 against the float64 recurrence unless it says otherwise.
 //
-// 16-bit tensors: o and final_state 5e-3, gradients 1e-2, or twice the emulator's own error where that is larger; largest error at most twice
-// the emulator's. The emulator's error has a budget too, so that it cannot hide a fault. Float32 1e-5 (1e-4 where keys are correlated or beta
-// reaches 2), float64 1e-10. A limit is never loosened for one case without a note that explains it.
+// 16-bit tensors: o and final_state 5e-3, gradients 1e-2, or twice the emulator's own error where that is larger; largest error
+// at most twice the emulator's. The emulator's error has a budget too, so that it cannot hide a fault. Float32 1e-5 (1e-4 where
+// keys are correlated or beta reaches 2), float64 1e-10. A limit is never loosened for one case without a note that explains it.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@ namespace qla::test::limits {
 inline constexpr double kOutput16 = 5e-3, kGradient16 = 1e-2;  // o and final_state; gradients
 inline constexpr double kFloat32 = 1e-5, kFloat32Hard = 1e-4;  // hard: BR-20, BR-21, BR-23
 inline constexpr double kFloat64 = 1e-10;
-inline constexpr double kOfEmulator = 2.0;                     // of its relative and of its largest error
-inline constexpr double kZero = 1e-6;                          // where the truth is 0: of the largest entry elsewhere
+inline constexpr double kOfEmulator = 2.0;  // of its relative and of its largest error
+inline constexpr double kZero = 1e-6;       // where the truth is 0: of the largest entry elsewhere
 inline constexpr double kSlope = 3e-4;
-inline constexpr double kLargest = 20.0;                       // fp32, float64: largest error, of limit times largest entry
+inline constexpr double kLargest = 20.0;  // fp32, float64: largest error, of limit times largest entry
 
 // Budgets of the emulator's own error (measured, and a margin).
 struct EmulatorBudget {
@@ -27,10 +27,14 @@ struct EmulatorBudget {
 // What the output tensor's own type costs at most, relative (a bf16 gradient of an fp32 gate is rounded once more).
 inline double unit_roundoff(int32_t dtype) {
   switch (dtype) {
-    case QLA_BFLOAT16: return 0x1p-9;
-    case QLA_FLOAT16: return 0x1p-11;
-    case QLA_FLOAT32: return 0x1p-24;
-    default: return 0x1p-53;
+    case QLA_BFLOAT16:
+      return 0x1p-9;
+    case QLA_FLOAT16:
+      return 0x1p-11;
+    case QLA_FLOAT32:
+      return 0x1p-24;
+    default:
+      return 0x1p-53;
   }
 }
 

@@ -26,14 +26,16 @@ qla_tensor TestTensor::view() const {
 
 template <class Visit>
 void TestTensor::each(Visit visit) const {
-  each_row(static_cast<int>(shape_.size()), shape_.data(), stride_.data(), [&](int64_t first, int64_t offset, int64_t count, int64_t stride) {
-    visit(first, origin_ + offset * size_of(dtype_), count, stride);
-  });
+  each_row(static_cast<int>(shape_.size()), shape_.data(), stride_.data(),
+           [&](int64_t first, int64_t offset, int64_t count, int64_t stride) {
+             visit(first, origin_ + offset * size_of(dtype_), count, stride);
+           });
 }
 
 void TestTensor::write(const std::vector<double>& values) {
   uint8_t* host = arena_->blocks_[block_].host.data();
-  each([&](int64_t first, int64_t at, int64_t count, int64_t stride) { store(host + at, dtype_, &values[first], count, stride); });
+  each(
+      [&](int64_t first, int64_t at, int64_t count, int64_t stride) { store(host + at, dtype_, &values[first], count, stride); });
 }
 
 std::vector<double> TestTensor::read() const {
@@ -59,7 +61,8 @@ int Arena::new_block(size_t bytes) {
 
 int Arena::shared_block(size_t bytes) { return new_block(bytes); }
 
-TestTensor Arena::view_in(int block, Role role, int32_t dtype, std::vector<int64_t> shape, std::vector<int64_t> strides, int64_t origin) {
+TestTensor Arena::view_in(int block, Role role, int32_t dtype, std::vector<int64_t> shape, std::vector<int64_t> strides,
+                          int64_t origin) {
   TestTensor tensor;
   tensor.arena_ = this;
   tensor.block_ = block;
@@ -127,8 +130,8 @@ std::string Arena::fetch() {
     const bool same = std::memcmp(now.data(), block.host.data(), block.bytes) == 0;
     for (size_t i = same ? block.bytes : 0; i < block.bytes; ++i)
       if (now[i] != block.host[i] && !block.written[i]) {
-        complaint << "memory that is not an output changed: block " << index << " of " << block.bytes - 2 * kGuard << " bytes, byte "
-                  << static_cast<int64_t>(i) - static_cast<int64_t>(kGuard) << "; ";
+        complaint << "memory that is not an output changed: block " << index << " of " << block.bytes - 2 * kGuard
+                  << " bytes, byte " << static_cast<int64_t>(i) - static_cast<int64_t>(kGuard) << "; ";
         break;
       }
     block.host = std::move(now);

@@ -1,5 +1,5 @@
-// Tensors for one call, each inside a larger allocation: 4 KiB of 0xFF bytes (NaN in every float type) on both sides and in every gap.
-// After the call nothing but the elements of outputs may have changed.
+// Tensors for one call, each inside a larger allocation: 4 KiB of 0xFF bytes (NaN in every float type) on both sides and in every
+// gap. After the call nothing but the elements of outputs may have changed.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,17 @@
 namespace qla::test {
 
 struct Block {
-  size_t bytes = 0;                  // guards included
-  std::vector<uint8_t> host;         // what was uploaded, then (after fetch) what came back
-  std::vector<uint8_t> written;      // one flag a byte: an element of an output lies here
+  size_t bytes = 0;              // guards included
+  std::vector<uint8_t> host;     // what was uploaded, then (after fetch) what came back
+  std::vector<uint8_t> written;  // one flag a byte: an element of an output lies here
   void* device = nullptr;
   bool uploaded = false;
 };
 
 class Arena;
 
-// A strided view in a block. Strides in elements; any sign. Element [0, 0, ..] is at `origin` elements after the block's first byte past the guard.
+// A strided view in a block. Strides in elements; any sign. Element [0, 0, ..] is at `origin` elements after the block's first
+// byte past the guard.
 class TestTensor {
  public:
   TestTensor() = default;
@@ -59,12 +60,13 @@ class Arena {
   TestTensor tensor(Role role, int32_t dtype, std::vector<int64_t> shape, std::vector<int64_t> strides = {});
   // A view in a block that several tensors share: elements and origin counted in the view's dtype.
   int shared_block(size_t bytes);
-  TestTensor view_in(int block, Role role, int32_t dtype, std::vector<int64_t> shape, std::vector<int64_t> strides, int64_t origin);
+  TestTensor view_in(int block, Role role, int32_t dtype, std::vector<int64_t> shape, std::vector<int64_t> strides,
+                     int64_t origin);
   void* scratch(size_t bytes);  // guarded, NaN-filled, may be written at will
 
-  void upload();               // blocks not uploaded yet; call when their inputs are written
-  std::string fetch();         // copies back; "" or what was written that must not be
-  void freeze();               // from now on nothing that exists may change: the outputs of forward are inputs of backward
+  void upload();        // blocks not uploaded yet; call when their inputs are written
+  std::string fetch();  // copies back; "" or what was written that must not be
+  void freeze();        // from now on nothing that exists may change: the outputs of forward are inputs of backward
   void make_output(const TestTensor& tensor);  // an input that the call updates in place
 
  private:

@@ -16,8 +16,12 @@ void Backend::release(void* pointer) const { std::free(pointer); }
 void Backend::upload(void* to, const void* from, size_t bytes) const { std::memcpy(to, from, bytes); }
 void Backend::download(void* to, const void* from, size_t bytes) const { std::memcpy(to, from, bytes); }
 
-qla_status Backend::forward_workspace(const qla_gdn_forward_args& args, size_t* bytes) const { return qla_gdn_forward_workspace(&args, bytes); }
-qla_status Backend::forward_saved(const qla_gdn_forward_args& args, size_t* bytes) const { return qla_gdn_forward_saved(&args, bytes); }
+qla_status Backend::forward_workspace(const qla_gdn_forward_args& args, size_t* bytes) const {
+  return qla_gdn_forward_workspace(&args, bytes);
+}
+qla_status Backend::forward_saved(const qla_gdn_forward_args& args, size_t* bytes) const {
+  return qla_gdn_forward_saved(&args, bytes);
+}
 qla_status Backend::backward_workspace(const qla_gdn_backward_args& args, size_t* least, size_t* best) const {
   return qla_gdn_backward_workspace(&args, least, best);
 }

@@ -1,4 +1,5 @@
-// Where a test runs: the CPU or a CUDA device behind the C ABI, or (to test the tests) the reference or the emulator behind the same structs.
+// Where a test runs: the CPU or a CUDA device behind the C ABI, or (to test the tests) the reference or the emulator behind the
+// same structs.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,7 @@ class Backend {
   virtual ~Backend() = default;
   virtual std::string name() const = 0;
   virtual bool on_device() const { return false; }
-  virtual int32_t id() const = 0;      // QLA_BACKEND_*
+  virtual int32_t id() const = 0;  // QLA_BACKEND_*
   virtual int32_t device() const { return -1; }
 
   // Memory the backend computes on. On the CPU host() memory itself; else copies go through upload and download.
@@ -32,10 +33,11 @@ class Backend {
   virtual std::string last_error() const;
 };
 
-// Those there are, by QLA_TEST_BACKEND (a comma-separated list of cpu, cuda, reference, emulator); by default cpu, and cuda where a device is served.
+// Those there are, by QLA_TEST_BACKEND (a comma-separated list of cpu, cuda, reference, emulator); by default cpu, and cuda where
+// a device is served.
 const std::vector<const Backend*>& backends();
 
-const Backend* cuda_backend();                 // null: no device, no driver, or a build without CUDA
+const Backend* cuda_backend();  // null: no device, no driver, or a build without CUDA
 const Backend* reference_backend(bool emulate);
 
 }  // namespace qla::test

@@ -37,11 +37,19 @@ class Caller {
     const int64_t D = std::max<int64_t>(dim, 1), T = s_.length, gap = dim ? 8 : 1;
     std::vector<int64_t> strides;
     switch (opt_.layout) {
-      case Layout::kContiguous: break;
-      case Layout::kFused: break;
-      case Layout::kGapped: strides = {(T + 3) * (heads + 1) * D + 16 * gap, (heads + 1) * D, D, 1}; break;
-      case Layout::kHeadMajor: strides = {heads * T * D, D, T * D, 1}; break;
-      case Layout::kEverySecond: strides = {2 * T * heads * D, 2 * heads * D, D, 1}; break;
+      case Layout::kContiguous:
+        break;
+      case Layout::kFused:
+        break;
+      case Layout::kGapped:
+        strides = {(T + 3) * (heads + 1) * D + 16 * gap, (heads + 1) * D, D, 1};
+        break;
+      case Layout::kHeadMajor:
+        strides = {heads * T * D, D, T * D, 1};
+        break;
+      case Layout::kEverySecond:
+        strides = {2 * T * heads * D, 2 * heads * D, D, 1};
+        break;
       case Layout::kBackwards:  // outputs may not
         if (role == Role::kInput) strides = {T * heads * D, -heads * D, D, 1};
         break;
@@ -64,13 +72,16 @@ class Caller {
     if (opt_.v_first()) std::swap(shape[2], shape[3]);
     const int64_t R = shape[2], C = shape[3], size = HV * R * C;
     switch (opt_.states) {
-      case States::kContiguous: return arena_.tensor(role, dtype, shape);
+      case States::kContiguous:
+        return arena_.tensor(role, dtype, shape);
       case States::kPoolSlice: {
         const int block = arena_.shared_block(2 * count * size * size_of(dtype));
         return arena_.view_in(block, role, dtype, shape, {2 * size, R * C, C, 1}, size);
       }
-      case States::kEveryThird: return arena_.tensor(role, dtype, shape, {3 * size, R * C, C, 1});
-      case States::kTransposed: return arena_.tensor(role, dtype, shape, {size, R * C, 1, R});
+      case States::kEveryThird:
+        return arena_.tensor(role, dtype, shape, {3 * size, R * C, C, 1});
+      case States::kTransposed:
+        return arena_.tensor(role, dtype, shape, {size, R * C, 1, R});
     }
     return {};
   }
@@ -121,10 +132,11 @@ class Caller {
     if (opt_.layout == Layout::kFused) {
       make_fused(Role::kInput, q_, k_, v_);
     } else {
-      q_ = make(Role::kInput, s_.dtype, H, in_.k_dim), k_ = make(Role::kInput, s_.dtype, H, in_.k_dim), v_ = make(Role::kInput, s_.dtype, HV, in_.v_dim);
+      q_ = make(Role::kInput, s_.dtype, H, in_.k_dim), k_ = make(Role::kInput, s_.dtype, H, in_.k_dim),
+      v_ = make(Role::kInput, s_.dtype, HV, in_.v_dim);
     }
     q_.write(in_.q), k_.write(in_.k), v_.write(in_.v);
-    if (!in_.g.empty()) g_ = written(make(Role::kInput, s_.g_dtype, HV, 0), in_.g);
+    if (!s_.no_gate) g_ = written(make(Role::kInput, s_.g_dtype, HV, 0), in_.g);
     if (opt_.expanded_beta) {
       beta_ = written(arena_.tensor(Role::kInput, s_.beta_dtype, shape_of(HV, 0), {s_.length, 1, 0}), in_.beta);
     } else {
@@ -135,7 +147,8 @@ class Caller {
     if (!in_.A_log.empty()) a_log_ = written(arena_.tensor(Role::kInput, real, {HV}), in_.A_log);
     if (!in_.dt_bias.empty()) dt_bias_ = written(arena_.tensor(Role::kInput, real, {HV}), in_.dt_bias);
     if (!in_.has_initial.empty())
-      has_initial_ = written(arena_.tensor(Role::kInput, QLA_BOOL8, {N}), Numbers(in_.has_initial.begin(), in_.has_initial.end()));
+      has_initial_ =
+          written(arena_.tensor(Role::kInput, QLA_BOOL8, {N}), Numbers(in_.has_initial.begin(), in_.has_initial.end()));
     o_ = make(Role::kOutput, s_.dtype, HV, in_.v_dim);
     if (opt_.final_state) ht_ = make_states(Role::kOutput, real, N);
 
@@ -210,7 +223,8 @@ class Caller {
     if (opt_.layout == Layout::kFused) {
       make_fused(Role::kOutput, dq, dk, dv);
     } else {
-      dq = make(Role::kOutput, s_.dtype, H, in_.k_dim), dk = make(Role::kOutput, s_.dtype, H, in_.k_dim), dv = make(Role::kOutput, s_.dtype, HV, in_.v_dim);
+      dq = make(Role::kOutput, s_.dtype, H, in_.k_dim), dk = make(Role::kOutput, s_.dtype, H, in_.k_dim),
+      dv = make(Role::kOutput, s_.dtype, HV, in_.v_dim);
     }
     if (g_.present()) dg = make(Role::kOutput, s_.g_dtype, HV, 0);
     dbeta = make(Role::kOutput, s_.beta_dtype, HV, 0);
@@ -269,6 +283,8 @@ Values run_chained(const Backend& backend, const Sample& sample, const std::vect
   return whole;
 }
 
-Result run(const Backend& backend, const Sample& sample, const Options& options) { return Caller(backend, sample, options).run(); }
+Result run(const Backend& backend, const Sample& sample, const Options& options) {
+  return Caller(backend, sample, options).run();
+}
 
 }  // namespace qla::test

@@ -90,11 +90,12 @@ std::string coordinate(const Sample& s, const Field& field, size_t i, size_t cou
   if (heads && s.tokens()) {
     const int64_t width = static_cast<int64_t>(count) / (s.tokens() * heads), row = static_cast<int64_t>(i) / width;
     const int64_t token = row / heads;
-    text << "batch " << token / s.length << ", token " << token % s.length << " (chunk row " << token % 64 << "), head " << row % heads << ", column "
-         << static_cast<int64_t>(i) % width;
+    text << "batch " << token / s.length << ", token " << token % s.length << " (chunk row " << token % 64 << "), head "
+         << row % heads << ", column " << static_cast<int64_t>(i) % width;
   } else if (field.is_state) {
     const int64_t size = in.state_size(), at = static_cast<int64_t>(i);
-    text << "sequence " << at / size / in.v_heads << ", head " << at / size % in.v_heads << ", k " << at % size / in.v_dim << ", v " << at % in.v_dim;
+    text << "sequence " << at / size / in.v_heads << ", head " << at / size % in.v_heads << ", k " << at % size / in.v_dim
+         << ", v " << at % in.v_dim;
   } else {
     text << "head " << i;
   }
@@ -131,12 +132,14 @@ void expect_zero_padding(const Sample& s, const Field& field, const Numbers& got
   const int64_t per_token = static_cast<int64_t>(got.size()) / s.tokens();
   for (size_t i = s.valid_tokens() * per_token; i < got.size(); ++i)
     if (!(got[i] == 0.0)) {
-      ADD_FAILURE() << field.name << ": expected 0 past the last sequence, got " << got[i] << " at " << coordinate(s, field, i, got.size());
+      ADD_FAILURE() << field.name << ": expected 0 past the last sequence, got " << got[i] << " at "
+                    << coordinate(s, field, i, got.size());
       return;
     }
 }
 
-void expect_field(const Case& c, const Sample& s, const Field& field, const Numbers& got, const Numbers& truth, const Numbers* emulated, const Values& scale) {
+void expect_field(const Case& c, const Sample& s, const Field& field, const Numbers& got, const Numbers& truth,
+                  const Numbers* emulated, const Values& scale) {
   ASSERT_EQ(got.size(), truth.size()) << field.name;
   if (truth.empty()) return;
   expect_zero_padding(s, field, got);
@@ -161,14 +164,16 @@ void expect_field(const Case& c, const Sample& s, const Field& field, const Numb
     EXPECT_LE(error, limits::kZero * std::max({largest(s.in.v), 1e-30})) << field.name << " (exactly zero)" << first_bad(0);
     return;
   }
-  double limit = limits::relative(s.dtype, field.is_gradient, c.hard) + limits::unit_roundoff(out) * (is_16_bit(out) && !is_16_bit(s.dtype));
+  double limit =
+      limits::relative(s.dtype, field.is_gradient, c.hard) + limits::unit_roundoff(out) * (is_16_bit(out) && !is_16_bit(s.dtype));
   double largest_limit = limits::kLargest * limit * size;
   if (emulated) {
     const double theirs = relative_error(*emulated, truth);
     const double budget = field.is_gradient ? c.emulator.gradient : c.emulator.output;
     // fp16 operands underflow below 2^-24: of gradients as small as that nothing is known but that they stay as small
     const bool underflows = s.dtype == QLA_FLOAT16 && size < 0x1p-14;
-    EXPECT_TRUE(theirs <= budget || underflows) << theirs << " > " << budget << ", " << field.name << ": the emulator's own error; it would hide a fault";
+    EXPECT_TRUE(theirs <= budget || underflows)
+        << theirs << " > " << budget << ", " << field.name << ": the emulator's own error; it would hide a fault";
     limit = std::max(limit, limits::kOfEmulator * theirs);
     largest_limit = limits::kOfEmulator * largest_error(*emulated, truth) + 4e-6 * size;
   }
@@ -216,7 +221,8 @@ void expect_bitwise(const Numbers& got, const Numbers& expected, const char* wha
   ASSERT_EQ(got.size(), expected.size()) << what;
   for (size_t i = 0; i < got.size(); ++i)
     if (std::memcmp(&got[i], &expected[i], sizeof(double)) != 0) {
-      ADD_FAILURE() << what << ": not the same bits at element " << i << " of " << got.size() << ": " << got[i] << " and " << expected[i];
+      ADD_FAILURE() << what << ": not the same bits at element " << i << " of " << got.size() << ": " << got[i] << " and "
+                    << expected[i];
       return;
     }
 }
@@ -233,7 +239,7 @@ Sample sample_of(const Case& c, int32_t dtype) {
   int number = 0;
   for (const char* at = c.recipe; *at; ++at)
     if (*at >= '0' && *at <= '9') number = 10 * number + (*at - '0');
-  Random random(1000 + number);
+  Random random(1000 + number + c.seed);
   const bool real64 = dtype == QLA_FLOAT64;
   s.batch = c.B, s.length = c.T, s.cu = c.cu;
   s.dtype = dtype;
@@ -273,11 +279,13 @@ std::string not_on_cuda(const Case& c, int32_t dtype) {
   if (!is_16_bit(dtype)) return std::string(name_of(dtype)) + " tensors: the GPU serves bf16 and fp16";
   if (c.K != 128 || c.V != 128) return "K, V != 128: the GPU serves 128 x 128";
   for (const Options& call : c.calls)
-    if (call.layout == Layout::kBackwards) return "falling addresses: the GPU's loads take rising strides that are multiples of 16 bytes";
+    if (call.layout == Layout::kBackwards)
+      return "falling addresses: the GPU's loads take rising strides that are multiples of 16 bytes";
   return "";
 }
 
-void expect_values(const Case& c, const Sample& sample, const Options& options, const Values& got, const Values& truth, const Values* emulated) {
+void expect_values(const Case& c, const Sample& sample, const Options& options, const Values& got, const Values& truth,
+                   const Values* emulated) {
   const Values scale = c.near_zero_scale ? c.near_zero_scale(sample) : Values{};
   for (const Field& field : fields()) {
     if (field.is_gradient && !options.backward) continue;
@@ -285,8 +293,9 @@ void expect_values(const Case& c, const Sample& sample, const Options& options, 
     if (name == "final_state" && !options.final_state) continue;
     if (name == "dh0" && sample.in.initial_state.empty()) continue;
     if (name == "ddt_bias" && sample.in.dt_bias.empty()) continue;
-    if (name == "dg" && sample.in.g.empty()) continue;
-    expect_field(c, sample, field, got.*field.member, truth.*field.member, emulated ? &(emulated->*field.member) : nullptr, scale);
+    if (name == "dg" && sample.no_gate) continue;
+    expect_field(c, sample, field, got.*field.member, truth.*field.member, emulated ? &(emulated->*field.member) : nullptr,
+                 scale);
   }
 }
 
@@ -304,7 +313,8 @@ void run_case(const Backend& backend, const Case& c, int32_t dtype) {
   Values emulated;
   if (is_16_bit(dtype)) emulated = emulation_of(sample, backward);
   for (const Options& call : c.calls) {
-    SCOPED_TRACE(std::string(c.recipe) + " " + c.name + ", " + name_of(dtype) + ", " + backend.name() + ", call \"" + call.name + "\"");
+    SCOPED_TRACE(std::string(c.recipe) + " " + c.name + ", " + name_of(dtype) + ", " + backend.name() + ", call \"" + call.name +
+                 "\"");
     Result result;
     {
       const Watchdog watchdog(60, std::string(c.recipe) + " " + c.name);

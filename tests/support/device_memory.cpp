@@ -25,7 +25,9 @@ class Cuda : public Backend {
     return pointer;
   }
   void release(void* pointer) const override { must(cudaFree(pointer), "cudaFree"); }
-  void upload(void* to, const void* from, size_t bytes) const override { must(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "cudaMemcpy"); }
+  void upload(void* to, const void* from, size_t bytes) const override {
+    must(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
   void download(void* to, const void* from, size_t bytes) const override {
     must(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
   }

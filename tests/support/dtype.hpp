@@ -11,10 +11,17 @@ namespace qla::test {
 
 inline int64_t size_of(int32_t dtype) {
   switch (dtype) {
-    case QLA_FLOAT64: case QLA_INT64: return 8;
-    case QLA_FLOAT32: case QLA_INT32: return 4;
-    case QLA_BFLOAT16: case QLA_FLOAT16: return 2;
-    default: return 1;
+    case QLA_FLOAT64:
+    case QLA_INT64:
+      return 8;
+    case QLA_FLOAT32:
+    case QLA_INT32:
+      return 4;
+    case QLA_BFLOAT16:
+    case QLA_FLOAT16:
+      return 2;
+    default:
+      return 1;
   }
 }
 inline const char* name_of(int32_t dtype) {
@@ -25,10 +32,14 @@ inline bool is_16_bit(int32_t dtype) { return dtype == QLA_BFLOAT16 || dtype == 
 
 inline double round_to(double x, int32_t dtype) {
   switch (dtype) {
-    case QLA_FLOAT64: return x;
-    case QLA_BFLOAT16: return reference::round_bf16(static_cast<float>(x));
-    case QLA_FLOAT16: return reference::round_fp16(static_cast<float>(x));
-    default: return static_cast<float>(x);
+    case QLA_FLOAT64:
+      return x;
+    case QLA_BFLOAT16:
+      return reference::round_bf16(static_cast<float>(x));
+    case QLA_FLOAT16:
+      return reference::round_fp16(static_cast<float>(x));
+    default:
+      return static_cast<float>(x);
   }
 }
 
@@ -52,25 +63,39 @@ void load_row(const void* from, int64_t stride, double* x, int64_t count, Decode
 // `count` elements, `stride` elements apart
 inline void store(void* to, int32_t dtype, const double* x, int64_t count, int64_t stride) {
   switch (dtype) {
-    case QLA_FLOAT64: return store_row<double>(to, stride, x, count, [](double v) { return v; });
-    case QLA_FLOAT32: return store_row<float>(to, stride, x, count, [](double v) { return static_cast<float>(v); });
-    case QLA_BFLOAT16: return store_row<uint16_t>(to, stride, x, count, [](double v) { return reference::bf16_bits(static_cast<float>(v)); });
-    case QLA_FLOAT16: return store_row<uint16_t>(to, stride, x, count, [](double v) { return reference::fp16_bits(static_cast<float>(v)); });
-    case QLA_INT32: return store_row<int32_t>(to, stride, x, count, [](double v) { return static_cast<int32_t>(v); });
-    case QLA_INT64: return store_row<int64_t>(to, stride, x, count, [](double v) { return static_cast<int64_t>(v); });
-    default: return store_row<uint8_t>(to, stride, x, count, [](double v) { return static_cast<uint8_t>(v); });
+    case QLA_FLOAT64:
+      return store_row<double>(to, stride, x, count, [](double v) { return v; });
+    case QLA_FLOAT32:
+      return store_row<float>(to, stride, x, count, [](double v) { return static_cast<float>(v); });
+    case QLA_BFLOAT16:
+      return store_row<uint16_t>(to, stride, x, count, [](double v) { return reference::bf16_bits(static_cast<float>(v)); });
+    case QLA_FLOAT16:
+      return store_row<uint16_t>(to, stride, x, count, [](double v) { return reference::fp16_bits(static_cast<float>(v)); });
+    case QLA_INT32:
+      return store_row<int32_t>(to, stride, x, count, [](double v) { return static_cast<int32_t>(v); });
+    case QLA_INT64:
+      return store_row<int64_t>(to, stride, x, count, [](double v) { return static_cast<int64_t>(v); });
+    default:
+      return store_row<uint8_t>(to, stride, x, count, [](double v) { return static_cast<uint8_t>(v); });
   }
 }
 inline void load(const void* from, int32_t dtype, double* x, int64_t count, int64_t stride) {
   const auto as_is = [](auto raw) { return static_cast<double>(raw); };
   switch (dtype) {
-    case QLA_FLOAT64: return load_row<double>(from, stride, x, count, as_is);
-    case QLA_FLOAT32: return load_row<float>(from, stride, x, count, as_is);
-    case QLA_BFLOAT16: return load_row<uint16_t>(from, stride, x, count, reference::bf16_value);
-    case QLA_FLOAT16: return load_row<uint16_t>(from, stride, x, count, reference::fp16_value);
-    case QLA_INT32: return load_row<int32_t>(from, stride, x, count, as_is);
-    case QLA_INT64: return load_row<int64_t>(from, stride, x, count, as_is);
-    default: return load_row<uint8_t>(from, stride, x, count, as_is);
+    case QLA_FLOAT64:
+      return load_row<double>(from, stride, x, count, as_is);
+    case QLA_FLOAT32:
+      return load_row<float>(from, stride, x, count, as_is);
+    case QLA_BFLOAT16:
+      return load_row<uint16_t>(from, stride, x, count, reference::bf16_value);
+    case QLA_FLOAT16:
+      return load_row<uint16_t>(from, stride, x, count, reference::fp16_value);
+    case QLA_INT32:
+      return load_row<int32_t>(from, stride, x, count, as_is);
+    case QLA_INT64:
+      return load_row<int64_t>(from, stride, x, count, as_is);
+    default:
+      return load_row<uint8_t>(from, stride, x, count, as_is);
   }
 }
 

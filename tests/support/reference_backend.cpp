@@ -47,7 +47,8 @@ reference::Inputs inputs_of(const Args& args) {
   in.A_log = read(args.A_log), in.dt_bias = read(args.dt_bias);
   for (const double x : read(args.has_initial_state)) in.has_initial.push_back(x != 0);
   const Numbers cu = read(args.cu_seqlens);
-  for (size_t n = 0; n + 1 < cu.size(); ++n) in.bos.push_back(static_cast<int64_t>(cu[n])), in.eos.push_back(static_cast<int64_t>(cu[n + 1]));
+  for (size_t n = 0; n + 1 < cu.size(); ++n)
+    in.bos.push_back(static_cast<int64_t>(cu[n])), in.eos.push_back(static_cast<int64_t>(cu[n + 1]));
   if (!args.cu_seqlens.data)
     for (int64_t b = 0; b < B; ++b) in.bos.push_back(b * T), in.eos.push_back((b + 1) * T);
   return in;
@@ -61,11 +62,14 @@ class Reference : public Backend {
   std::string last_error() const override { return ""; }
   qla_status forward_workspace(const qla_gdn_forward_args&, size_t* bytes) const override { return *bytes = 0, QLA_OK; }
   qla_status forward_saved(const qla_gdn_forward_args&, size_t* bytes) const override { return *bytes = 0, QLA_OK; }
-  qla_status backward_workspace(const qla_gdn_backward_args&, size_t* least, size_t* best) const override { return *least = *best = 0, QLA_OK; }
+  qla_status backward_workspace(const qla_gdn_backward_args&, size_t* least, size_t* best) const override {
+    return *least = *best = 0, QLA_OK;
+  }
 
   qla_status forward(const qla_gdn_forward_args& args) const override {
     const reference::Inputs in = inputs_of(args);
-    const reference::Outputs out = emulate_ ? reference::chunk_forward(in, operand(args.q.dtype)) : reference::recurrence_forward(in);
+    const reference::Outputs out =
+        emulate_ ? reference::chunk_forward(in, operand(args.q.dtype)) : reference::recurrence_forward(in);
     write(args.o, out.o);
     write(states_k_first(args.final_state, args.flags), out.final_state);
     if (args.g_cumsum.data || args.h.data) {
@@ -78,8 +82,10 @@ class Reference : public Backend {
   qla_status backward(const qla_gdn_backward_args& args) const override {
     reference::Inputs in = inputs_of(args);
     in.d_o = read(args.d_o), in.d_final_state = read(states_k_first(args.d_final_state, args.flags));
-    const reference::Gradients grads = emulate_ ? reference::chunk_backward(in, operand(args.q.dtype)) : reference::recurrence_backward(in);
-    write(args.dq, grads.dq), write(args.dk, grads.dk), write(args.dv, grads.dv), write(args.dg, grads.dg), write(args.dbeta, grads.dbeta);
+    const reference::Gradients grads =
+        emulate_ ? reference::chunk_backward(in, operand(args.q.dtype)) : reference::recurrence_backward(in);
+    write(args.dq, grads.dq), write(args.dk, grads.dk), write(args.dv, grads.dv), write(args.dg, grads.dg),
+        write(args.dbeta, grads.dbeta);
     write(states_k_first(args.d_initial_state, args.flags), grads.dh0);
     write(args.dA_log, grads.dA_log), write(args.ddt_bias, grads.ddt_bias);
     return QLA_OK;

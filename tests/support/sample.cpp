@@ -19,7 +19,8 @@ void Sample::round_values() {
   const int64_t valid = valid_tokens();
   const auto each = [&](Numbers& x, int32_t type, int64_t per_token) {
     for (size_t i = 0; i < x.size(); ++i)
-      x[i] = per_token && static_cast<int64_t>(i) >= valid * per_token ? std::numeric_limits<double>::quiet_NaN() : round_to(x[i], type);
+      x[i] = per_token && static_cast<int64_t>(i) >= valid * per_token ? std::numeric_limits<double>::quiet_NaN()
+                                                                       : round_to(x[i], type);
   };
   each(in.q, dtype, in.k_heads * in.k_dim);
   each(in.k, dtype, in.k_heads * in.k_dim);
@@ -36,10 +37,11 @@ void Sample::round_values() {
 
 const std::vector<Field>& fields() {
   static const std::vector<Field> list = {
-      {"o", &Values::o, false, false},          {"final_state", &Values::final_state, true, false}, {"dq", &Values::dq, false, true},
-      {"dk", &Values::dk, false, true},         {"dv", &Values::dv, false, true},                   {"dg", &Values::dg, false, true},
-      {"dbeta", &Values::dbeta, false, true},   {"dh0", &Values::dh0, true, true},                  {"dA_log", &Values::dA_log, false, true},
-      {"ddt_bias", &Values::ddt_bias, false, true}};
+      {"o", &Values::o, false, false},          {"final_state", &Values::final_state, true, false},
+      {"dq", &Values::dq, false, true},         {"dk", &Values::dk, false, true},
+      {"dv", &Values::dv, false, true},         {"dg", &Values::dg, false, true},
+      {"dbeta", &Values::dbeta, false, true},   {"dh0", &Values::dh0, true, true},
+      {"dA_log", &Values::dA_log, false, true}, {"ddt_bias", &Values::ddt_bias, false, true}};
   return list;
 }
 
@@ -59,8 +61,9 @@ int64_t field_heads(const Sample& sample, const Field& field) {
 
 namespace {
 Values collect(reference::Outputs out, reference::Gradients grads) {
-  return {std::move(out.o),   std::move(out.final_state), std::move(grads.dq),  std::move(grads.dk),     std::move(grads.dv),
-          std::move(grads.dg), std::move(grads.dbeta),     std::move(grads.dh0), std::move(grads.dA_log), std::move(grads.ddt_bias)};
+  return {std::move(out.o),        std::move(out.final_state), std::move(grads.dq),    std::move(grads.dk),
+          std::move(grads.dv),     std::move(grads.dg),        std::move(grads.dbeta), std::move(grads.dh0),
+          std::move(grads.dA_log), std::move(grads.ddt_bias)};
 }
 
 Numbers slice(const Numbers& x, int64_t from, int64_t to, int64_t width) {
@@ -70,12 +73,14 @@ Numbers slice(const Numbers& x, int64_t from, int64_t to, int64_t width) {
 }  // namespace
 
 Values truth_of(const Sample& sample, bool backward) {
-  return collect(reference::recurrence_forward(sample.in), backward ? reference::recurrence_backward(sample.in) : reference::Gradients{});
+  return collect(reference::recurrence_forward(sample.in),
+                 backward ? reference::recurrence_backward(sample.in) : reference::Gradients{});
 }
 
 Values emulation_of(const Sample& sample, bool backward) {
   const auto operand = sample.dtype == QLA_FLOAT16 ? reference::Operand::kFp16 : reference::Operand::kBf16;
-  Values values = collect(reference::chunk_forward(sample.in, operand), backward ? reference::chunk_backward(sample.in, operand) : reference::Gradients{});
+  Values values = collect(reference::chunk_forward(sample.in, operand),
+                          backward ? reference::chunk_backward(sample.in, operand) : reference::Gradients{});
   for (const Field& field : fields())
     for (double& x : values.*field.member) x = round_to(x, field_dtype(sample, field));
   return values;

@@ -1,4 +1,5 @@
-// One problem with its numbers: sizes, types, values already rounded to the tensors' types; and what every way of computing it returns.
+// One problem with its numbers: sizes, types, values already rounded to the tensors' types; and what every way of computing it
+// returns.
 #pragma once
 
 #include <random>
@@ -35,7 +36,8 @@ struct Sample {
   int64_t batch = 1, length = 0;  // B, T
   std::vector<int64_t> cu;        // empty: every batch row is a sequence
   int32_t dtype = QLA_BFLOAT16, g_dtype = QLA_FLOAT32, beta_dtype = QLA_FLOAT32, state_dtype = QLA_FLOAT32;
-  bool default_scale = true;      // scale NaN in the call; in.scale holds its value
+  bool no_gate = false;       // g is absent, not merely empty
+  bool default_scale = true;  // scale NaN in the call; in.scale holds its value
   reference::Inputs in;
 
   int64_t num_seqs() const { return in.num_seqs(); }
@@ -43,8 +45,8 @@ struct Sample {
   int64_t valid_tokens() const { return cu.empty() ? tokens() : cu.back(); }
   int32_t grad_state_dtype() const { return dtype == QLA_FLOAT64 ? QLA_FLOAT64 : QLA_FLOAT32; }
 
-  void set_sequences();   // in.bos, in.eos, in.tokens from batch, length, cu
-  void round_values();    // to the types; NaN past the last sequence
+  void set_sequences();  // in.bos, in.eos, in.tokens from batch, length, cu
+  void round_values();   // to the types; NaN past the last sequence
 };
 
 struct Values {
@@ -54,15 +56,16 @@ struct Values {
 struct Field {
   const char* name;
   Numbers Values::*member;
-  bool is_state;     // [N, HV, K, V]; else the first axis is the token ([tokens, heads(, dim)])
+  bool is_state;  // [N, HV, K, V]; else the first axis is the token ([tokens, heads(, dim)])
   bool is_gradient;
 };
 const std::vector<Field>& fields();
 int32_t field_dtype(const Sample& sample, const Field& field);  // of the output tensor
 int64_t field_heads(const Sample& sample, const Field& field);  // 0: no token axis (states, dA_log)
 
-Values truth_of(const Sample& sample, bool backward = true);      // the token recurrence, float64
-Values emulation_of(const Sample& sample, bool backward = true);  // 16-bit operands where a 16-bit kernel has them; outputs rounded to their types
+Values truth_of(const Sample& sample, bool backward = true);  // the token recurrence, float64
+Values emulation_of(const Sample& sample,
+                    bool backward = true);  // 16-bit operands where a 16-bit kernel has them; outputs rounded to their types
 
 // Sequence n alone, with its states and gradients.
 Sample sequence_of(const Sample& sample, int64_t n);

@@ -176,18 +176,26 @@ void expect_same(const Inputs& in, Operand operand, double limit, int64_t chunk 
   }
 }
 
-TEST(ChunkForm, EqualsTheRecurrenceAt257) { expect_same(make({.lengths = {257}, .K = 16, .V = 12, .norm = true}), Operand::kExact, 1e-12); }
+TEST(ChunkForm, EqualsTheRecurrenceAt257) {
+  expect_same(make({.lengths = {257}, .K = 16, .V = 12, .norm = true}), Operand::kExact, 1e-12);
+}
 TEST(ChunkForm, GroupedPackedEmptyPadding) {
-  expect_same(make({.lengths = {130, 0, 64, 1}, .k_heads = 2, .v_heads = 6, .K = 8, .V = 12, .norm = true, .padding = 7}), Operand::kExact, 1e-12);
+  expect_same(make({.lengths = {130, 0, 64, 1}, .k_heads = 2, .v_heads = 6, .K = 8, .V = 12, .norm = true, .padding = 7}),
+              Operand::kExact, 1e-12);
 }
 TEST(ChunkForm, SmallChunks) {
-  expect_same(make({.lengths = {33, 48}, .K = 8, .V = 12, .norm = true, .raw = true, .sigmoid = true, .negative = true}), Operand::kExact, 1e-12, 16);
+  expect_same(make({.lengths = {33, 48}, .K = 8, .V = 12, .norm = true, .raw = true, .sigmoid = true, .negative = true}),
+              Operand::kExact, 1e-12, 16);
 }
-TEST(ChunkForm, StrongGates) { expect_same(make({.lengths = {130}, .K = 8, .V = 8, .norm = true, .gate = 40}), Operand::kExact, 1e-12); }
+TEST(ChunkForm, StrongGates) {
+  expect_same(make({.lengths = {130}, .K = 8, .V = 8, .norm = true, .gate = 40}), Operand::kExact, 1e-12);
+}
 TEST(ChunkForm, MinusInfinity) {
   expect_same(make({.lengths = {130}, .K = 8, .V = 8, .norm = true, .gate = 0.1, .minus_inf_every = 37}), Operand::kExact, 1e-12);
 }
-TEST(ChunkForm, GrowingGate) { expect_same(make({.lengths = {130}, .K = 8, .V = 8, .norm = true, .gate = -0.02}), Operand::kExact, 1e-12); }
+TEST(ChunkForm, GrowingGate) {
+  expect_same(make({.lengths = {130}, .K = 8, .V = 8, .norm = true, .gate = -0.02}), Operand::kExact, 1e-12);
+}
 TEST(ChunkForm, EmulatorsErrIsThatOfTheirType) {
   const Inputs in = make({.lengths = {257}, .k_heads = 2, .v_heads = 4, .K = 64, .V = 64, .norm = true, .gate = 0.05});
   expect_same(in, Operand::kBf16, 1e-2);
@@ -207,8 +215,8 @@ TEST(ChunkForm, PartsAreTheirDefinitions) {
 }
 
 TEST(Rounding, Fp16) {
-  EXPECT_EQ(round_fp16(1.0f + 0x1p-11f), 1.0f);               // a tie goes to even
-  EXPECT_EQ(round_fp16(1.0f + 0x1.8p-10f), 1.0f + 0x1p-9f);   // and here up
+  EXPECT_EQ(round_fp16(1.0f + 0x1p-11f), 1.0f);              // a tie goes to even
+  EXPECT_EQ(round_fp16(1.0f + 0x1.8p-10f), 1.0f + 0x1p-9f);  // and here up
   EXPECT_EQ(round_fp16(65519.0f), 65504.0f);
   EXPECT_EQ(round_fp16(-65520.0f), -std::numeric_limits<float>::infinity());
   EXPECT_EQ(round_fp16(0x1.8p-24f), 0x1p-23f);
