@@ -41,13 +41,14 @@ std::set<std::string> tested_here() {
   return found;
 }
 
-// @pytest.mark.br(6), br(6, 45), br("D-4")
+// @pytest.mark.br(6), br(6, 45), br("D-4"), or a docstring that begins with D-4.
 std::set<std::string> tested_in_python() {
   std::set<std::string> found;
   const std::filesystem::path folder = std::filesystem::path(QLA_SOURCE_DIR) / "tests" / "python";
   if (!std::filesystem::exists(folder)) return found;
   for (const auto& file : std::filesystem::directory_iterator(folder)) {
     const std::string text = text_of(file.path());
+    add_matches(text, std::regex("\"\"\"D-(\\d+)\\."), "D-", found);  // the recipes of part F: a test's docstring begins with the number
     const std::regex mark("mark\\.br\\(([^)]*)\\)");
     for (std::sregex_iterator at(text.begin(), text.end(), mark), end; at != end; ++at) {
       const std::string arguments = "," + std::string((*at)[1]);
