@@ -186,16 +186,8 @@ def _stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def forward(
-    inputs: Inputs,
-    options: Options,
-    output_final_state: bool = False,
-    save: bool | int = False,
-    needs: int = 0,
-    extras: Extras | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """-> (o, final_state or None, saved or None). save: keep what backward reuses; a number: in a buffer of so many bytes.
-    needs: bits of the gradients that backward will be asked for, refused here when it cannot serve them."""
+def _find_forward_entry(inputs: Inputs, options: Options, output_final_state: bool, extras: Extras | None) -> _Entry:
+    """The entry of this signature; checks the arguments when it is new."""
     global _run_forward
     q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices = inputs
     try:
@@ -213,20 +205,51 @@ def forward(
             key = (key, _sig(e.out), _sig(e.state_checkpoints), e.checkpoint_every, _sig(e.a_inv), _sig(e.g_cumsum), _sig(e.h))
         entry = _forward_entries.get(key)
     except AttributeError:  # not a tensor: the checks say which
-        entry = None
-        key = None
+        entry = key = None
     if entry is None:
         entry = _forward_entry(inputs, options, output_final_state, extras)
         if len(_forward_entries) >= MAX_SIGNATURES:
             _forward_entries.clear()
         _forward_entries[key] = entry
         _run_forward = _ffi.lib().qla_gdn_forward
-    if entry.copies:
-        return forward(_copied(inputs, entry.copies), options, output_final_state, save, needs, extras)
-    if needs and needs not in entry.backward_ok:
+    return entry
+
+
+def _require_backward(entry: _Entry, inputs: Inputs, needs: int, options: Options, output_final_state: bool) -> None:
+    if needs not in entry.backward_ok:
         check_backward(inputs, needs, options, output_final_state)
         entry.backward_ok.add(needs)
 
+
+def check_forward(
+    inputs: Inputs, options: Options, output_final_state: bool, needs: int = 0, extras: Extras | None = None
+) -> None:
+    """Raises what forward would raise before it runs. Reads no data."""
+    entry = _find_forward_entry(inputs, options, output_final_state, extras)
+    if entry.copies:
+        copied = tuple(x.new_empty(x.shape) if i in entry.copies else x for i, x in enumerate(inputs))  # type: ignore[union-attr]
+        check_forward(copied, options, output_final_state, needs, extras)
+    elif needs:
+        _require_backward(entry, inputs, needs, options, output_final_state)
+
+
+def forward(
+    inputs: Inputs,
+    options: Options,
+    output_final_state: bool = False,
+    save: bool | int = False,
+    needs: int = 0,
+    extras: Extras | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """-> (o, final_state or None, saved or None). save: keep what backward reuses; a number: in a buffer of so many bytes.
+    needs: bits of the gradients that backward will be asked for, refused here when it cannot serve them."""
+    entry = _find_forward_entry(inputs, options, output_final_state, extras)
+    if entry.copies:
+        return forward(_copied(inputs, entry.copies), options, output_final_state, save, needs, extras)
+    if needs:
+        _require_backward(entry, inputs, needs, options, output_final_state)
+
+    q, v = inputs[0], inputs[2]
     words = _ForwardWords.from_buffer_copy(entry.template)
     for at, x in zip(_F_IN, inputs):
         if x is not None:

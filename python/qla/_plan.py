@@ -55,10 +55,7 @@ def plan(*args: Any, lens: Sequence[int] | None = None, chunk_log_decay: Any = N
 
     from qla import _args, api
 
-    bound = api._SIGNATURE.bind(*args, **kwargs)
-    arguments = dict(bound.arguments)
-    arguments["kwargs"] = dict(arguments.get("kwargs", {}))
-    call = api._prepare(**arguments)
+    call = api.bind(args, kwargs)
     q, cu = call.inputs[0], call.inputs[6]
     assert q is not None
     if not q.is_meta:

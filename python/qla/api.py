@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import warnings
@@ -257,27 +258,29 @@ def can_implement(*args: Any, needs_grad: bool = False, **kwargs: Any) -> tuple[
     return True, ""
 
 
-def _implementable(args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bool) -> None:
-    from ctypes import byref
-
-    # the call's own binding gives Python's TypeError for a wrong argument list
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    arguments = dict(bound.arguments)
+def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Prepared:
+    """The prepared call of these arguments; a TypeError as the call's own for a wrong argument list."""
+    arguments = dict(_SIGNATURE.bind(*args, **kwargs).arguments)
     arguments["kwargs"] = dict(arguments.get("kwargs", {}))
-    call = _prepare(**arguments)
-    inputs, options = call.inputs, call.options
-    _checks.check_call(inputs, options[1], call.out, call.checkpoints, call.every)
-    if needs_grad and not call.grad and (call.out is not None or inputs[10] is not None or call.checkpoints is not None):
-        raise ValueError("out, state_indices, state_checkpoints: expected none of them when gradients are needed; leave them out")
-    copies = _args.needed_copies(inputs)
-    inputs = tuple(x.contiguous() if x is not None and i in copies else x for i, x in enumerate(inputs))
-    extras = _args.Extras(call.out, call.checkpoints, call.every)
-    struct = _args.forward_args(inputs, options, call.want_final, extras)
-    _ffi.check(_ffi.lib().qla_gdn_forward_check(byref(struct)))
-    if needs_grad or call.grad:
-        _call.check_backward(inputs, ops._all_needs(inputs[:10]), options, call.want_final)
+    return _prepare(**arguments)
 
 
-import inspect  # noqa: E402  (after the function whose signature it reads)
+def _implementable(args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bool) -> None:
+    call = bind(args, kwargs)
+    serving = call.out is not None or call.inputs[10] is not None or call.checkpoints is not None or call.every
+    if needs_grad and serving:
+        raise ValueError(
+            "out, state_indices, state_checkpoints: expected none of them when gradients are needed, got one, which has no gradient; leave it out"
+        )
+    needs = ops._all_needs(call.inputs[:10]) if needs_grad or call.grad else 0
+    if not serving:
+        return _call.check_forward(call.inputs, call.options, call.want_final, needs)
+    out = call.out
+    if isinstance(out, Tensor) and not out.is_meta and not ops.writable_in_place(out):
+        _checks.check_call(call.inputs, call.options[1], out, call.checkpoints, call.every)
+        out = None  # computed beside it
+    extras = _args.Extras(out, call.checkpoints, call.every)
+    _call.check_forward(call.inputs, call.options, call.want_final, needs, extras)
+
 
 _SIGNATURE = inspect.signature(chunk_gated_delta_rule)

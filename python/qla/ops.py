@@ -80,11 +80,15 @@ def _forward_into_impl(
     return final if final is not None else q.new_empty(0, dtype=_args.state_dtype(q.dtype))
 
 
+def writable_in_place(out: Tensor) -> bool:
+    """Whether the kernels can write into it."""
+    return _args.tma_strides(out) and not out.data_ptr() & 15 if out.is_cuda else _args.last_contiguous(out)
+
+
 def forward_into(inputs: Inputs, options: Options, want_final: bool, extras: Extras) -> Tensor | None:
     """Forward into extras.out; a CUDA output that a tensor map cannot address is computed beside it and copied."""
     out = extras.out
-    assert out is not None
-    if out.is_cuda and (out.data_ptr() & 15 or not _args.tma_strides(out)) or not _args.last_contiguous(out):
+    if out is not None and not writable_in_place(out):
         o, final, _ = _call.forward(inputs, options, want_final, extras=extras._replace(out=None))
         out.copy_(o)
         return final
