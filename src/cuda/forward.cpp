@@ -33,8 +33,14 @@ struct Plan {
 Plan make_plan(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
   Plan plan;
   plan.shape = plan::shape_of(args, p);
+  plan::Capabilities can = kForwardCapabilities;
+  // The fused form leaves nothing of the intra-chunk stage in memory and stores no states on the way.
+  for (const qla_tensor* t :
+       {&args.saved, &args.a_gated, &args.a_inv, &args.g_cumsum, &args.q_rnorm, &args.k_rnorm, &args.h, &args.state_checkpoints})
+    can.fused = can.fused && !present(*t);
   plan.choice = plan::choose(plan::costs_for(device.multiprocessors, device.major), plan.shape, plan::make_policy(args, p.dtype),
                              kForwardCapabilities);
+  plan.counts.fused = plan.choice.fused;
   plan.counts.items = plan::most_items(plan.shape, plan.choice);
   plan.counts.v_parts = plan.choice.value_splits;
   // Few heads need the pre-pass where warm-up serves the others: then it is short of CTAs, and halves of V finish sooner.
@@ -147,7 +153,8 @@ segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, c
   return a;
 }
 
-// Items a q/k head. Fewer value heads an item repeat K [K;Q]^T but fill the card sooner: rounds of CTAs times microseconds of an item.
+// Items a q/k head. Fewer value heads an item repeat K [K;Q]^T but fill the card sooner: rounds of CTAs times microseconds of an
+// item.
 int32_t intra_parts(const Problem& p, const Device& device) {
   const int64_t ctas = int64_t(device.multiprocessors) * intra::kCtasPerSm, group = p.group();
   int64_t best = 0;
@@ -215,6 +222,15 @@ ForwardParams forward_params(const qla_gdn_forward_args& args, const Problem& p,
   f.has_initial_state = static_cast<const uint8_t*>(args.has_initial_state.data);
   f.checkpoint_every_chunks = int32_t(args.checkpoint_every_n_tokens / kChunk);
   f.merged = b.states;
+  f.fused = plan.choice.fused;
+  if (f.fused) {
+    if (present(args.g)) f.g = gate_view(args.g);
+    f.beta = gate_view(args.beta);
+    if (present(args.A_log)) f.a_log = head_view(args.A_log);
+    if (present(args.dt_bias)) f.dt_bias = head_view(args.dt_bias);
+    f.flags = args.flags;
+    f.scale = float(p.scale);
+  }
   f.dependent = true;
   return f;
 }
@@ -307,10 +323,11 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
 
   // Items of an uncut run; where something is cut they are written anew behind the intra-chunk stage, which has the gates.
   check_cuda(segments::launch(plan_args(args, p, b, plan), device.multiprocessors, stream), "plan_segments");
-  if (p.total_tokens() > 0) {
+  if (p.total_tokens() > 0 && !plan.choice.fused) {
     const bool bf16 = p.dtype == QLA_BFLOAT16;
     const CUtensorMap map_k = make_token_map(map_shape(args.k), bf16, "k"), map_q = make_token_map(map_shape(args.q), bf16, "q");
-    check_cuda(intra::launch(p.dtype, map_k, map_q, intra_args(args, p, b, device), device.multiprocessors, true, stream), "chunk_intra");
+    check_cuda(intra::launch(p.dtype, map_k, map_q, intra_args(args, p, b, device), device.multiprocessors, true, stream),
+               "chunk_intra");
     if (wants_export(args)) export_outputs(args, p, b, device, stream);
     if (present(args.a_inv)) export_ungated(args, p, b, map_k, device, stream);
   }

@@ -44,7 +44,7 @@ struct ForwardBuffers {
 struct ForwardCounts {
   int64_t items = 0;  // bound on the work items of the main pass
   int64_t v_parts = 1, pre_v_parts = 1;
-  bool cut = false;
+  bool cut = false, fused = false;
   int64_t units = 0;       // bound on segments over all value heads
   int64_t end_states = 0;  // bound on merged boundaries
 };
@@ -54,6 +54,10 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   b.header = layout.take<PlanHeader>(1);
   b.items = layout.take<WorkItem>(n.items);
   b.chunk_table = layout.take<ChunkRecord>(p.chunk_slots());
+  if (n.fused) {  // Abar, Pg and the vectors stay on chip
+    b.bytes = layout.bytes();
+    return b;
+  }
   b.pg = layout.take<uint8_t>(p.chunk_slots() * p.num_v_heads * kTileBytes);
   if (n.cut) {
     b.decay = layout.take<float>(p.chunk_slots() * p.num_v_heads);

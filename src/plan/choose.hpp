@@ -183,8 +183,10 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     segment_chunks = best_segments > 1 ? ceil_div(chunks, best_segments) : 0;
     // An uneven packing may hold one sequence with nearly all tokens: it is cut to an even share, where one sequence alone leaves
     // the device empty.
-    const bool may_be_uneven =
-        !shape.equal_lengths && shape.num_seqs > 1 && shape.num_v_heads * best.value_splits * 3 <= costs.num_sms;
+    // .. unless the sequences fill it if they are about equal: then that is what they are taken for.
+    const bool may_be_uneven = !shape.equal_lengths && shape.num_seqs > 1 &&
+                               shape.num_v_heads * best.value_splits * 3 <= costs.num_sms &&
+                               seqs * shape.num_v_heads * 10 < costs.num_sms * 9;
     if (segment_chunks == 0 && may_be_uneven && chunks >= kLeastSegmentChunks) {
       segment_chunks = std::max(chunks, fair_share(costs, shape, best.value_splits));
     }
