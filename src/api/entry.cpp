@@ -1,11 +1,16 @@
 // The C ABI: validate, ask the backend, run. Every function is a few lines; the rules are in validate.cpp, the work in the
 // backends.
 #include <cstring>
+#include <string>
+#include <type_traits>
 
 #include "api/guard.hpp"
+#include "api/planned_call.hpp"
 #include "api/structs.hpp"
 #include "api/validate.hpp"
 #include "core/backend.hpp"
+#include "core/dtype.hpp"
+#include "core/env.hpp"
 #include "qla/qla.h"
 
 namespace qla::api {
@@ -51,6 +56,23 @@ Range workspace_of(const BackwardCall& call) {
   call.cuda ? cuda::backward_workspace(call.args, call.problem, &range.least, &range.best)
             : cpu::backward_workspace(call.args, call.problem, &range.least, &range.best);
   return range;
+}
+
+// QLA_LOG=config: what ran; QLA_LOG=plan: how it was cut.
+template <typename Args>
+void log_call(const Call<Args>& call, const char* direction) {
+  const Problem& p = call.problem;
+  if (log_enabled("config"))
+    log_line("config", concat(direction, call.cuda ? concat(" on cuda:", call.args.device) : std::string(" on the CPU"),
+                              ": B=", p.batch, " T=", p.tokens, " N=", p.num_seqs, " H=", p.num_k_heads, " HV=", p.num_v_heads,
+                              " K=", p.k_dim, " V=", p.v_dim, " ", dtype_name(p.dtype), p.varlen ? " packed" : "",
+                              " flags=", call.args.flags, " workspace=", call.args.workspace_bytes));
+  if constexpr (std::is_same_v<Args, qla_gdn_forward_args>) {
+    if (!log_enabled("plan")) return;
+    const PlannedCall planned = planned_call(call.args, p, call.cuda);
+    log_line("plan", concat(planned.why, "; segments of at most ", planned.choice.rule.segment_chunks,
+                            " chunks (0: not cut), V in ", planned.choice.value_splits, planned.choice.fused ? ", fused" : ""));
+  }
 }
 
 }  // namespace
@@ -154,6 +176,7 @@ qla_status qla_gdn_forward(const qla_gdn_forward_args* args) {
   return guarded([&] {
     const ForwardCall call(args, Stage::Run);
     validate_workspace(call.args.workspace, call.args.workspace_bytes, workspace_of(call));
+    log_call(call, "forward");
     call.cuda ? qla::cuda::forward(call.args, call.problem) : qla::cpu::forward(call.args, call.problem);
   });
 }
@@ -162,6 +185,7 @@ qla_status qla_gdn_backward(const qla_gdn_backward_args* args) {
   return guarded([&] {
     const BackwardCall call(args, Stage::Run);
     validate_workspace(call.args.workspace, call.args.workspace_bytes, workspace_of(call).least);
+    log_call(call, "backward");
     call.cuda ? qla::cuda::backward(call.args, call.problem) : qla::cpu::backward(call.args, call.problem);
   });
 }

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "api/guard.hpp"
+#include "api/planned_call.hpp"
 #include "api/structs.hpp"
 #include "api/validate.hpp"
 #include "core/backend.hpp"
-#include "core/env.hpp"
 #include "core/tensor_view.hpp"
 #include "cuda/capabilities.hpp"
 #include "plan/choose.hpp"
@@ -22,20 +22,6 @@ namespace {
 using plan::Choice;
 using plan::DeviceCosts;
 using plan::Segment;
-
-// The device's own row, or an H200's where there is none to ask: plans can be looked at anywhere.
-DeviceCosts costs_of_device(int32_t device, bool* here) {
-  qla_device_info_t info{};
-  info.struct_size = sizeof(info);
-  *here = true;
-  try {
-    cuda::device_info(device, &info);
-    return plan::costs_for(info.multiprocessors, info.capability_major);
-  } catch (const Error&) {
-    *here = false;
-    return plan::kH200;
-  }
-}
 
 size_t workspace_or_zero(const qla_gdn_forward_args& args, const Problem& problem, bool cuda) {
   try {
@@ -132,13 +118,8 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   const std::vector<int64_t> lengths = sequence_lengths(problem, lens, num_lens);
   const plan::Policy policy = plan::make_policy(args, problem.dtype);
 
-  bool here = true;
-  const DeviceCosts costs = cuda ? costs_of_device(args.device, &here) : plan::kH200;
-  Choice choice;
-  if (cuda)
-    choice = plan::choose(costs, plan::shape_of(args, problem), policy, cuda::kForwardCapabilities);
-  else
-    choice.rule = plan::choose_cpu(policy, problem);
+  const PlannedCall planned = planned_call(args, problem, cuda);
+  const Choice& choice = planned.choice;
 
   const float assumed = policy.threshold / static_cast<float>(plan::kAssumedWarmup);  // where no gates are given
   std::vector<Segment> all;
@@ -171,15 +152,13 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.num_items = items;
   result.value_splits = choice.value_splits;
   result.workspace_bytes = static_cast<int64_t>(workspace_or_zero(args, problem, cuda));
-  result.predicted_us = predicting ? static_cast<double>(predict(costs, problem, choice, all, total_chunks)) : 0.0;
+  result.predicted_us = predicting ? static_cast<double>(predict(planned.costs, problem, choice, all, total_chunks)) : 0.0;
   result.fused = choice.fused;
   result.reserved0 = 0;
   const bool cut = items > problem.num_seqs * problem.num_v_heads;
   const bool too_short = !cut && policy.mode == QLA_CP_AUTO && choice.rule.segment_chunks > 0;
-  const char* const why = too_short ? "no sequence is longer than a segment: not cut"
-                          : cuda    ? plan::reason_text(choice.reason)
-                                    : plan::cpu_reason_text(policy, choice.rule);
-  const std::string reason = concat(why, cuda && !here ? " (no such device here: planned for an H200)" : "",
+  const char* const why = too_short ? "no sequence is longer than a segment: not cut" : planned.why;
+  const std::string reason = concat(why, cuda && !planned.device_here ? " (no such device here: planned for an H200)" : "",
                                     !cut || chunk_log_decay ? "" : "; gates not given: usual ones assumed");
   std::memset(result.reason, 0, sizeof(result.reason));
   std::strncpy(result.reason, reason.c_str(), sizeof(result.reason) - 1);
@@ -208,6 +187,29 @@ std::string plan_text(const qla_plan& p) {
 }
 
 }  // namespace
+
+PlannedCall planned_call(const qla_gdn_forward_args& args, const Problem& problem, bool cuda) {
+  PlannedCall planned;
+  const plan::Policy policy = plan::make_policy(args, problem.dtype);
+  if (!cuda) {
+    planned.choice.rule = plan::choose_cpu(policy, problem);
+    if (!plan::shape_of(args, problem).may_cut) planned.choice.rule.segment_chunks = 0;
+    planned.why = plan::cpu_reason_text(policy, planned.choice.rule);
+    return planned;
+  }
+  qla_device_info_t info{};
+  info.struct_size = sizeof(info);
+  try {
+    cuda::device_info(args.device, &info);
+    planned.costs = plan::costs_for(info.multiprocessors, info.capability_major);
+  } catch (const Error&) {
+    planned.device_here = false;  // plans can be looked at anywhere: an H200's row stands in
+  }
+  planned.choice = plan::choose(planned.costs, plan::shape_of(args, problem), policy, cuda::kForwardCapabilities);
+  planned.why = plan::reason_text(planned.choice.reason);
+  return planned;
+}
+
 }  // namespace qla::api
 
 using namespace qla::api;
@@ -219,7 +221,6 @@ qla_status qla_gdn_plan(const qla_gdn_forward_args* args, const int64_t* lens, i
   return guarded([&] {
     const auto& checked_args = checked(args, "args");
     fill_plan(checked_args, lens, num_lens, chunk_log_decay, checked(plan, "plan"));
-    if (qla::log_enabled("plan")) qla::log_line("plan", plan->reason);
   });
 }
 

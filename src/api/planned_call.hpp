@@ -1,0 +1,20 @@
+// The choice that a forward call with these arguments runs by: for qla_gdn_plan and the log. The backends make the same call of
+// plan::choose or plan::choose_cpu themselves.
+#pragma once
+
+#include "core/problem.hpp"
+#include "plan/choose.hpp"
+#include "qla/qla.h"
+
+namespace qla::api {
+
+struct PlannedCall {
+  plan::Choice choice;
+  plan::DeviceCosts costs = plan::kH200;
+  bool device_here = true;  // false: no such device, an H200 assumed
+  const char* why = "";
+};
+
+PlannedCall planned_call(const qla_gdn_forward_args& args, const Problem& problem, bool cuda);
+
+}  // namespace qla::api
