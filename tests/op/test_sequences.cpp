@@ -30,6 +30,7 @@ TEST_P(Sequences, BR07_every_combination_of_options) {
 
 // 300 steps of gradient descent on a one-layer toy: every gradient stays finite, and the loss falls.
 TEST_P(Sequences, BR15_training_steps_stay_finite) {
+  if (!backend().serves_backward()) GTEST_SKIP() << "no backward kernels on this device";
   Case c{.recipe = "BR15",
          .name = "toy",
          .T = 200,

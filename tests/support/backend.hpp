@@ -17,6 +17,7 @@ class Backend {
   virtual bool on_device() const { return false; }
   virtual int32_t id() const = 0;  // QLA_BACKEND_*
   virtual int32_t device() const { return -1; }
+  virtual bool serves_backward() const { return true; }
 
   // Memory the backend computes on. On the CPU host() memory itself; else copies go through upload and download.
   virtual void* allocate(size_t bytes) const;  // 256-byte aligned

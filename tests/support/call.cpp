@@ -22,7 +22,7 @@ class Caller {
 
   Result run() {
     if (!forward()) return result_;
-    if (opt_.backward) backward();
+    if (wants_backward()) backward();
     return result_;
   }
 
@@ -91,6 +91,7 @@ class Caller {
   Numbers read_states(const TestTensor& tensor) const {
     return opt_.v_first() ? swap_state_axes(tensor.read(), in_.v_dim, in_.k_dim) : tensor.read();
   }
+  bool wants_backward() const { return opt_.backward && backend_.serves_backward(); }
   Numbers boundaries() const {
     const std::vector<int64_t>& cu = opt_.cu_override.empty() ? s_.cu : opt_.cu_override;
     return {cu.begin(), cu.end()};
@@ -156,7 +157,7 @@ class Caller {
     common(args);
     args.o = o_.view(), args.final_state = ht_.view();
     TestTensor a_inv, a_gated, h, saved, checkpoints;
-    const bool training = opt_.backward && opt_.reuse_saved;
+    const bool training = wants_backward() && opt_.reuse_saved;
     if (training || opt_.parts) g_cumsum_ = arena_.tensor(Role::kOutput, real, shape_of(HV, 0));
     if (training && in_.qk_l2norm) {
       q_rnorm_ = arena_.tensor(Role::kOutput, real, shape_of(H, 0));

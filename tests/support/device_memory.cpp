@@ -13,8 +13,19 @@ void must(cudaError_t error, const char* call) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(error));
 }
 
+const qla_device_info_t& info() {
+  static const qla_device_info_t of_first = [] {
+    qla_device_info_t answer = {};
+    answer.struct_size = sizeof answer;
+    if (qla_device_info(0, &answer) != QLA_OK) answer.served = answer.served_backward = 0;
+    return answer;
+  }();
+  return of_first;
+}
+
 class Cuda : public Backend {
  public:
+  bool serves_backward() const override { return info().served_backward; }
   std::string name() const override { return "cuda"; }
   bool on_device() const override { return true; }
   int32_t id() const override { return QLA_BACKEND_CUDA; }
@@ -39,9 +50,7 @@ class Cuda : public Backend {
 const Backend* cuda_backend() {
   static const Cuda cuda;
   int32_t count = 0;
-  qla_device_info_t info = {};
-  info.struct_size = sizeof info;
-  if (qla_device_count(&count) != QLA_OK || count == 0 || qla_device_info(0, &info) != QLA_OK || !info.served) return nullptr;
+  if (qla_device_count(&count) != QLA_OK || count == 0 || !info().served) return nullptr;
   return &cuda;
 }
 
