@@ -86,13 +86,17 @@ def writable_in_place(out: Tensor) -> bool:
 
 
 def forward_into(inputs: Inputs, options: Options, want_final: bool, extras: Extras) -> Tensor | None:
-    """Forward into extras.out; a CUDA output that a tensor map cannot address is computed beside it and copied."""
+    """Forward into extras.out and the pool; a CUDA output that a tensor map cannot address is computed beside it and copied."""
     out = extras.out
     if out is not None and not writable_in_place(out):
         o, final, _ = _call.forward(inputs, options, want_final, extras=extras._replace(out=None))
         out.copy_(o)
-        return final
-    return _call.forward(inputs, options, want_final, extras=extras)[1]
+    else:
+        _, final, _ = _call.forward(inputs, options, want_final, extras=extras)
+    for x in (out, extras.state_checkpoints, inputs[5] if inputs[10] is not None else None):
+        if x is not None and not x.is_inference():
+            torch.autograd.graph.increment_version(x)  # the library wrote behind autograd's back
+    return final
 
 
 def _backward_impl(

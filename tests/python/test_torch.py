@@ -59,6 +59,28 @@ def test_edits_of_saved_inputs_are_detected(device: Device, name: str) -> None:
         o.sum().backward()
 
 
+@pytest.mark.br("D-9")
+@pytest.mark.parametrize("which", ["out", "pool", "checkpoints"])
+def test_autograd_sees_what_a_call_writes(device: Device, which: str) -> None:
+    inputs = device.inputs(70)
+    buffers = {
+        "out": torch.empty(inputs["v"].shape, dtype=device.dtype, device=device.name),
+        "pool": inputs.pop("initial_state"),
+        "checkpoints": torch.empty(1, 4, *device.sizes.values(), device=device.name),
+    }
+    saved = buffers[which].requires_grad_(False)
+    factor = torch.ones(saved.shape[-1], dtype=saved.dtype, device=device.name, requires_grad=True)
+    product = (factor * saved).sum()  # keeps `saved` for backward
+    qla.chunk_gated_delta_rule(
+        **inputs, initial_state=buffers["pool"], state_indices=device.tensor([0]), out=buffers["out"], checkpoint_every_n_tokens=64,
+        state_checkpoints=buffers["checkpoints"],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        qla.chunk_gated_delta_rule(**inputs, out=torch.empty_like(buffers["out"]))
+
+
 @pytest.mark.br("D-10")
 def test_backward_twice_and_checkpointing(device: Device) -> None:
     inputs = device.inputs(130)
