@@ -63,7 +63,7 @@ Tables run(const Problem& p, const std::string& name) {
   a.v_parts = p.v_parts;
   a.checkpoint_every_chunks = p.checkpoint_every;
   a.header = header.get();
-  a.items = p.rule.segment_chunks ? nullptr : main_items.get();
+  a.items = main_items.get();
   a.chunk_table = chunks.get();
   cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
   if (p.rule.segment_chunks) {
@@ -171,7 +171,21 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     last_length = i.chunks;
   }
   for (const WorkItem& i : t.pre_items) got_pre.insert(key(i, true));
-  check(got == want, name + ": items of the main pass");
+  if (!check(got == want, name + ": items of the main pass")) {
+    auto show = [](const char* what, const Key& k) {
+      std::apply(
+          [&](auto... x) {
+            std::printf("  %s token, slot, chunks, warm-up, last rows, sequence, head, part, start, index, last, first:", what);
+            (std::printf(" %lld", static_cast<long long>(x)), ...);
+            std::printf("\n");
+          },
+          k);
+    };
+    for (const Key& k : want)
+      if (!got.count(k)) show("missing", k);
+    for (const Key& k : got)
+      if (!want.count(k)) show("extra  ", k);
+  }
   check(got_pre == want_pre, name + ": items of the pre-pass");
   check(bases, name + ": rows of snapshots and checkpoints");
   check(lengths_wrong == 0, name + ": longest first");
