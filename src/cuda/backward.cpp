@@ -1,14 +1,369 @@
-// The CUDA backward: not here yet; says so before anything is launched.
+// The CUDA backward: plan -> intra-chunk stage -> for each range of chunks from the last to the first: state and reverse pass in
+// one launch, then the chunks' gradients. One range where the workspace has room for every chunk's snapshots; else a pass ahead
+// leaves the states at the ranges' starts. Nothing here allocates, synchronises or asks the device anything; the first call on a
+// device loads the kernels (qla_prepare does it ahead).
+#include <algorithm>
+
 #include "core/backend.hpp"
 #include "core/status.hpp"
+#include "core/tensor_view.hpp"
+#include "cuda/backward_workspace.hpp"
+#include "cuda/device.hpp"
+#include "cuda/kernels/backward_passes/launch.hpp"
+#include "cuda/kernels/backward_rows/launch.hpp"
+#include "cuda/kernels/chunk_grads/launch.hpp"
+#include "cuda/kernels/chunk_intra/launch.hpp"
+#include "cuda/kernels/plan_segments/launch.hpp"
+#include "cuda/tensor_map.hpp"
 
 namespace qla::cuda {
 namespace {
-[[noreturn]] void refuse() {
-  throw Error(QLA_NOT_SUPPORTED, "backward: this build has no CUDA kernels for it yet; use CPU tensors");
+
+TokenMapShape map_shape(const qla_tensor& t) {
+  TokenMapShape s;
+  s.data = t.data;
+  s.stride_b = t.stride[0];
+  s.stride_t = t.stride[1];
+  s.stride_h = t.stride[2];
+  s.batch = t.shape[0];
+  s.tokens = t.shape[1];
+  s.heads = t.shape[2];
+  return s;
 }
+// a [B, T, heads, 128] tensor of our own
+TokenMapShape own_shape(const void* data, const Problem& p) {
+  TokenMapShape s;
+  s.data = data;
+  s.batch = p.batch;
+  s.tokens = p.tokens;
+  s.heads = p.num_v_heads;
+  s.stride_h = 128;
+  s.stride_t = p.num_v_heads * 128;
+  s.stride_b = p.tokens * s.stride_t;
+  return s;
+}
+
+bool expanded(const qla_tensor& t) {
+  for (int i = 0; i < 3; i++)
+    if (t.shape[i] > 1 && t.stride[i] <= 0) return true;
+  return false;
+}
+// whether tensor copies can move this tensor as elements of q's type
+bool addressable(const qla_tensor& t, const Problem& p) {
+  return present(t) && t.dtype == p.dtype && last_contiguous(t) && !expanded(t) && *token_map_obstacle(map_shape(t)) == '\0';
+}
+void check_map(const qla_tensor& t, const char* name) {
+  if (numel(t) == 0) return;
+  const char* obstacle = expanded(t) ? "a stride is not positive" : token_map_obstacle(map_shape(t));
+  QLA_SUPPORTED(
+      *obstacle == '\0', name,
+      ": expected what tensor copies can address (base and strides multiples of 16 bytes, strides positive), got strides ",
+      stride_string(t), ": ", obstacle, "; pass a contiguous copy");
+}
+
+bool wants_chunk_gradients(const qla_gdn_backward_args& a) {
+  return present(a.dq) || present(a.dk) || present(a.dg) || present(a.dbeta) || present(a.dA_log) || present(a.ddt_bias);
+}
+BackwardNeeds needs_of(const qla_gdn_backward_args& args, const Problem& p) {
+  BackwardNeeds n;
+  n.copy_d_o = !addressable(args.d_o, p);
+  n.scratch_dv = !addressable(args.dv, p);
+  n.gate_partials = present(args.dA_log) || present(args.ddt_bias);
+  return n;
+}
+
+intra::View gate_view(const qla_tensor& t) {
+  if (!present(t)) return {};
+  return {t.data, {t.stride[0], t.stride[1], t.stride[2]}, t.dtype};
+}
+intra::View head_view(const qla_tensor& t) {
+  if (!present(t)) return {};
+  return {t.data, {0, 0, t.stride[0]}, t.dtype};
+}
+chunk_grads::InputView input_view(const intra::View& v) {
+  chunk_grads::InputView r;
+  r.data = v.data;
+  r.dtype = v.dtype;
+  r.stride_b = v.stride[0];
+  r.stride_t = v.stride[1];
+  r.stride_h = v.stride[2];
+  return r;
+}
+chunk_grads::GradView grad_view(const qla_tensor& t) {
+  chunk_grads::GradView v;
+  if (!present(t)) return v;
+  v.data = t.data;
+  v.dtype = t.dtype;
+  v.vector = t.ndim == 4 && last_contiguous(t) && aligned_rows(t, 16);
+  v.stride_b = t.stride[0];
+  v.stride_t = t.stride[1];
+  v.stride_h = t.stride[2];
+  return v;
+}
+backward_rows::View rows_view(const qla_tensor& t) {
+  backward_rows::View v;
+  if (!present(t)) return v;
+  v.data = t.data;
+  v.dtype = t.dtype;
+  v.heads = int32_t(t.shape[2]);
+  v.width = t.ndim == 4 ? int32_t(t.shape[3]) : 1;
+  for (int i = 0; i < 4; i++) v.stride[i] = i < t.ndim ? t.stride[i] : 1;
+  return v;
+}
+backward_rows::View per_head_view(const qla_tensor& t) {
+  backward_rows::View v;
+  if (!present(t)) return v;
+  v.data = t.data;
+  v.dtype = t.dtype;
+  v.stride[2] = t.stride[0];
+  return v;
+}
+backward_rows::View own_view(void* data, const Problem& p) {
+  backward_rows::View v;
+  v.data = data;
+  v.dtype = p.dtype;
+  v.heads = int32_t(p.num_v_heads);
+  v.width = 128;
+  v.stride[2] = 128;
+  v.stride[1] = p.num_v_heads * 128;
+  v.stride[0] = p.tokens * v.stride[1];
+  return v;
+}
+backward_passes::StateView state_view(const qla_tensor& t, uint32_t flags) {
+  backward_passes::StateView s;
+  if (!present(t)) return s;
+  const bool v_first = flags & QLA_FLAG_STATE_V_FIRST;
+  s.data = t.data;
+  s.dtype = t.dtype;
+  s.stride_n = t.stride[0];
+  s.stride_h = t.stride[1];
+  s.stride_k = t.stride[v_first ? 3 : 2];
+  s.stride_v = t.stride[v_first ? 2 : 3];
+  return s;
+}
+
+segments::Args plan_args(const qla_gdn_backward_args& args, const Problem& p, const BackwardBuffers& b) {
+  segments::Args a{};
+  if (p.varlen) {
+    a.cu_seqlens = args.cu_seqlens.data;
+    a.index_dtype = args.cu_seqlens.dtype;
+  }
+  a.has_initial = present(args.initial_state);
+  a.has_initial_state = static_cast<const uint8_t*>(args.has_initial_state.data);
+  a.num_seqs = p.num_seqs;
+  a.tokens = p.tokens;
+  a.slots = int32_t(p.chunk_slots());
+  a.num_v_heads = int32_t(p.num_v_heads);
+  a.v_parts = 1;
+  a.header = b.header;
+  a.items = b.items;
+  a.chunk_table = b.chunk_table;
+  return a;
+}
+
+intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, const BackwardBuffers& b) {
+  intra::Args a{};
+  a.chunk_table = b.chunk_table;
+  a.tokens = p.tokens;
+  a.slots = int32_t(p.chunk_slots());
+  a.varlen = p.varlen;
+  a.num_k_heads = int32_t(p.num_k_heads);
+  a.num_v_heads = int32_t(p.num_v_heads);
+  a.group = int32_t(p.group());
+  a.parts = (a.group + intra::kHeads - 1) / intra::kHeads;
+  a.per = (a.group + a.parts - 1) / a.parts;
+  a.flags = args.flags;
+  a.scale = float(p.scale);
+  a.g = gate_view(args.g);
+  a.beta = gate_view(args.beta);
+  a.a_log = head_view(args.A_log);
+  a.dt_bias = head_view(args.dt_bias);
+  a.abar = b.saved.abar;
+  a.pg = b.pg;
+  a.vec = b.saved.vec;
+  a.vec_backward = 1;
+  return a;
+}
+
+// Everything the launches of one call share.
+struct Run {
+  const qla_gdn_backward_args& args;
+  const Problem& p;
+  const Device& device;
+  const BackwardBuffers& b;
+  int64_t range_slots;
+  cudaStream_t stream;
+  bool bf16;
+  CUtensorMap k{}, q{}, v{}, d_o{}, dv{};
+  TokenMapShape dv_shape{};
+};
+
+void copy_d_o(const Run& r) {
+  backward_rows::CopyArgs c{};
+  c.from = rows_view(r.args.d_o);
+  c.to = own_view(r.b.d_o, r.p);
+  c.batch = r.p.batch;
+  c.tokens = r.p.tokens;
+  check_cuda(backward_rows::launch_copy(c, r.stream), "copy_rows");
+}
+
+void make_maps(Run& r, const BackwardNeeds& needs) {
+  r.k = make_token_map(map_shape(r.args.k), r.bf16, "k");
+  r.q = make_token_map(map_shape(r.args.q), r.bf16, "q");
+  r.v = make_token_map(map_shape(r.args.v), r.bf16, "v");
+  r.d_o = make_token_map(needs.copy_d_o ? own_shape(r.b.d_o, r.p) : map_shape(r.args.d_o), r.bf16, "d_o");
+  r.dv_shape = needs.scratch_dv ? own_shape(r.b.dv, r.p) : map_shape(r.args.dv);
+  r.dv = make_token_map(r.dv_shape, r.bf16, "dv");
+}
+
+void run_passes(const Run& r, int64_t first, int64_t end, int kinds, int parity) {
+  backward_passes::Params a{};
+  a.items = r.b.items;
+  a.num_items = int32_t(r.p.num_seqs * r.p.num_v_heads);
+  a.kinds = kinds;
+  a.first_slot = int32_t(first);
+  a.end_slot = int32_t(end);
+  a.num_k_heads = int32_t(r.p.num_k_heads);
+  a.num_v_heads = int32_t(r.p.num_v_heads);
+  a.rows_per_batch = int32_t(std::max<int64_t>(1, r.p.tokens));
+  a.boundary_slots = int32_t(r.range_slots);
+  a.mask_dh0 = present(r.args.has_initial_state);
+  a.abar = r.b.saved.abar;
+  a.pg = r.b.pg;
+  a.vec = r.b.saved.vec;
+  a.state = r.b.state;
+  a.d_state = r.b.d_state;
+  a.delta = r.b.delta;
+  a.dv = const_cast<void*>(r.dv_shape.data);
+  a.dv_stride_b = r.dv_shape.stride_b;
+  a.dv_stride_t = r.dv_shape.stride_t;
+  a.dv_stride_h = r.dv_shape.stride_h;
+  a.h0 = state_view(r.args.initial_state, r.args.flags);
+  a.dht = state_view(r.args.d_final_state, r.args.flags);
+  a.dh0 = state_view(r.args.d_initial_state, r.args.flags);
+  a.boundary = r.b.boundary;
+  a.carry_in = r.b.carry[parity];
+  a.carry_out = r.b.carry[1 - parity];
+  check_cuda(backward_passes::launch(r.k, r.q, r.v, r.d_o, r.dv, a, r.p.dtype, r.stream), "backward_passes");
+}
+
+void run_chunk_grads(const Run& r, int64_t first, int64_t end) {
+  const uint32_t flags = r.args.flags;
+  chunk_grads::Params a{};
+  a.chunks = r.b.chunk_table;
+  a.vec = r.b.saved.vec;
+  a.state = r.b.state;
+  a.d_state = r.b.d_state;
+  a.delta = r.b.delta;
+  a.first_slot = int32_t(first);
+  a.num_slots = int32_t(end - first);
+  a.num_k_heads = int32_t(r.p.num_k_heads);
+  a.group = int32_t(r.p.group());
+  a.rows_per_batch = a.tokens = int32_t(r.p.tokens);
+  a.qk_norm = (flags & QLA_FLAG_QK_L2NORM) != 0;
+  a.scale = float(r.p.scale);
+  a.dq = grad_view(r.args.dq);
+  a.dk = grad_view(r.args.dk);
+  a.dg = grad_view(r.args.dg);
+  a.dbeta = grad_view(r.args.dbeta);
+  if (flags & QLA_FLAG_RAW_GATE) {
+    a.raw_gate = input_view(gate_view(r.args.g));
+    a.a_log = input_view(head_view(r.args.A_log));
+    a.dt_bias = input_view(head_view(r.args.dt_bias));
+  }
+  if (flags & QLA_FLAG_BETA_SIGMOID) a.beta_logits = input_view(gate_view(r.args.beta));
+  a.beta_max = flags & QLA_FLAG_NEG_EIGVAL ? 2.f : 1.f;
+  a.gate_partials = r.b.gate_partials;
+  check_cuda(chunk_grads::launch(r.k, r.q, r.d_o, r.dv, a, r.p.dtype, r.device.multiprocessors, r.stream), "chunk_grads");
+}
+
+void finish(const Run& r, const BackwardNeeds& needs) {
+  if (needs.scratch_dv && present(r.args.dv)) {
+    backward_rows::CopyArgs c{};
+    c.from = own_view(r.b.dv, r.p);
+    c.to = rows_view(r.args.dv);
+    c.batch = r.p.batch;
+    c.tokens = r.p.tokens;
+    check_cuda(backward_rows::launch_copy(c, r.stream), "copy_rows");
+  }
+  if (r.p.varlen) {
+    const qla_tensor* gradients[backward_rows::kMostViews] = {&r.args.dq, &r.args.dk, &r.args.dv, &r.args.dg, &r.args.dbeta};
+    backward_rows::PaddingArgs a{};
+    a.header = r.b.header;
+    a.tokens = r.p.tokens;
+    for (int i = 0; i < backward_rows::kMostViews; i++) a.views[i] = rows_view(*gradients[i]);
+    check_cuda(backward_rows::launch_padding(a, r.device.multiprocessors, r.stream), "zero_padding");
+  }
+}
+
+void reduce_gate(const Run& r) {
+  backward_rows::ReduceArgs a{};
+  a.partials = r.b.gate_partials;
+  a.chunks = r.b.chunk_table;
+  a.slots = int32_t(r.p.chunk_slots());
+  a.num_v_heads = int32_t(r.p.num_v_heads);
+  a.d_a_log = per_head_view(r.args.dA_log);
+  a.d_dt_bias = per_head_view(r.args.ddt_bias);
+  check_cuda(backward_rows::launch_reduce(a, r.stream), "reduce_gate");
+}
+
 }  // namespace
-void backward_check(const qla_gdn_backward_args&, const Problem&) { refuse(); }
-void backward_workspace(const qla_gdn_backward_args&, const Problem&, size_t*, size_t*) { refuse(); }
-void backward(const qla_gdn_backward_args&, const Problem&) { refuse(); }
+
+void backward_check(const qla_gdn_backward_args& args, const Problem& p) {
+  const Device& device = device_of(args.device);
+  QLA_SUPPORTED(device.served(), "device ", args.device, ": expected compute capability 9.0, got ", device.major, ".",
+                device.minor, "; use CPU tensors or a Hopper GPU");
+  QLA_SUPPORTED(p.dtype == QLA_BFLOAT16 || p.dtype == QLA_FLOAT16, "q: expected bfloat16 or float16 on CUDA, got ",
+                dtype_name(p.dtype), "; cast q, k and v, or use CPU tensors");
+  QLA_SUPPORTED(p.k_dim == 128 && p.v_dim == 128, "q, v: expected head sizes K = V = 128 on CUDA, got K = ", p.k_dim,
+                ", V = ", p.v_dim, "; pad the heads to 128, or use CPU tensors");
+  check_map(args.q, "q");
+  check_map(args.k, "k");
+  check_map(args.v, "v");
+  QLA_SUPPORTED(
+      p.total_tokens() <= INT32_MAX && p.chunk_slots() * p.num_v_heads < int64_t(1) << 30 &&
+          p.num_seqs * p.num_v_heads < int64_t(1) << 28,
+      "q: expected fewer than 2^31 tokens, chunks times value heads below 2^30 and sequences times value heads below 2^28, got ",
+      p.total_tokens(), " tokens, ", p.num_seqs, " sequences, ", p.num_v_heads, " value heads; split the call");
+}
+
+void backward_workspace(const qla_gdn_backward_args& args, const Problem& p, size_t* least, size_t* best) {
+  const BackwardNeeds needs = needs_of(args, p);
+  *least = lay_out_backward(nullptr, p, needs, range_of(p, most_ranges(p))).bytes;
+  *best = lay_out_backward(nullptr, p, needs, range_of(p, 1)).bytes;
+  *least = std::min(*least, *best);
+}
+
+void backward(const qla_gdn_backward_args& args, const Problem& p) {
+  backward_check(args, p);
+  const Device& device = device_of(args.device);
+  const CurrentDevice current(args.device);
+  prepare_kernels(device);
+  if (p.num_v_heads == 0) return;
+  const BackwardNeeds needs = needs_of(args, p);
+  const int64_t range_slots = choose_range(p, needs, args.workspace_bytes);
+  QLA_CHECK(range_slots > 0, "workspace_bytes: expected what the workspace query says for these very tensors, got ",
+            args.workspace_bytes, "; query with the strides and addresses of the call");
+  const BackwardBuffers b = lay_out_backward(args.workspace, p, needs, range_slots);
+  Run r{args, p, device, b, range_slots, static_cast<cudaStream_t>(args.stream), p.dtype == QLA_BFLOAT16};
+
+  check_cuda(segments::launch(plan_args(args, p, b), device.multiprocessors, r.stream), "plan_segments");
+  const bool rows = p.total_tokens() > 0;
+  if (rows) {
+    make_maps(r, needs);
+    check_cuda(intra::launch(p.dtype, r.k, r.q, intra_args(args, p, b), device.multiprocessors, true, r.stream), "chunk_intra");
+    if (needs.copy_d_o) copy_d_o(r);
+  }
+  const int64_t slots = p.chunk_slots(), ranges = num_ranges(p, range_slots);
+  if (ranges > 1) run_passes(r, 0, slots, backward_passes::kStateOnly, 0);
+  int parity = 0;
+  for (int64_t range = ranges - 1; range >= 0; range--, parity ^= 1) {
+    const int64_t first = range * range_slots, end = std::min(slots, first + range_slots);
+    run_passes(r, first, end, backward_passes::kBoth, parity);
+    if (rows && wants_chunk_gradients(args)) run_chunk_grads(r, first, end);
+  }
+  if (rows) finish(r, needs);
+  if (needs.gate_partials) reduce_gate(r);
+}
+
 }  // namespace qla::cuda

@@ -6,6 +6,8 @@
 #include <mutex>
 
 #include "core/backend.hpp"
+#include "cuda/kernels/backward_passes/launch.hpp"
+#include "cuda/kernels/chunk_grads/launch.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
 #include "cuda/kernels/cp_merge/launch.hpp"
 #include "cuda/kernels/forward/launch.hpp"
@@ -77,6 +79,8 @@ void prepare_kernels(const Device& device) {
   check_cuda(segments::prepare(), "plan_segments: cudaFuncSetAttribute");
   check_cuda(cp_merge::prepare(), "cp_merge: cudaFuncSetAttribute");
   prepare_forward();
+  check_cuda(backward_passes::prepare(), "backward_passes: cudaFuncSetAttribute");
+  check_cuda(chunk_grads::prepare(), "chunk_grads: cudaFuncSetAttribute");
   e.prepared.store(true, std::memory_order_release);
 }
 
@@ -91,7 +95,7 @@ void device_info(int device, qla_device_info_t* info) {
   info->capability_major = d.major;
   info->capability_minor = d.minor;
   info->served = d.served();
-  info->served_backward = 0;
+  info->served_backward = d.served();
   std::snprintf(info->kernels, sizeof info->kernels, "%s", d.served() ? "sm90 wgmma" : "");
   info->reason[0] = '\0';
   if (!d.served())

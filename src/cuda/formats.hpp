@@ -65,6 +65,15 @@ static_assert(sizeof(WorkItem) == 64);
 // start_index as the index of the fp32 [V][K] buffer their end state goes to.
 inline constexpr int32_t kStartIdentity = 4;
 
+// Backward. Snapshots, 16 bit, a range of chunk slots: index = (slot - first slot of the range) * num_v_heads + v_head.
+//   S before a chunk and dS+ after it: 32 KiB = two halves of V; each half is [64 v][128 features] in two 64-feature panels of 8
+//   KiB, rows of
+//     128 bytes, 128-byte swizzle: what the transposed recurrence has in its registers, and, read MN-major, the right operand of
+//     dO S^T.
+//   Delta: 16 KiB, [64 tokens][128 v] in two 64-column panels, as a tensor copy lays V; half h of V is panel h.
+// dR = dV is read back from the [B, T, HV, 128] tensor dV.
+inline constexpr int kSnapshotBytes = 32768, kSnapshotHalfBytes = 16384, kDeltaBytes = 16384;
+
 struct PlanHeader {  // first bytes of the plan buffer; items follow at a 256-byte boundary
   int32_t num_items;
   int32_t next_item;  // queue counter of a persistent grid; reset by the plan kernel

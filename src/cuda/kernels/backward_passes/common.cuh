@@ -1,0 +1,141 @@
+// What both kinds of items of backward_passes share: loads by the producer, start and end states, publication of a chunk's
+// outputs.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/kernels/backward_passes/config.hpp"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/control.cuh"
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sync/ring.cuh"
+#include "cuda/tile/fragment.cuh"
+#include "cuda/tile/pack.cuh"
+#include "cuda/tile/swizzle.cuh"
+#include "qla/qla.h"
+
+namespace qla::cuda::backward_passes {
+
+struct Maps {
+  CUtensorMap k, q, v, d_o, dv;
+};
+
+__device__ __forceinline__ uint32_t full_bar(uint32_t base, int stage) { return base + kBars + 8 * stage; }
+__device__ __forceinline__ uint32_t empty_bar(uint32_t base, int stage) { return base + kBars + 8 * (kMaxStages + stage); }
+
+// A thread's place in its warpgroup and the shared-memory addresses of its fragments.
+struct Lane {
+  int lane, warp;
+  // token-major 64 x 64 panel seen transposed: value rows of this warp, tokens 16 j .. 16 j + 15
+  __device__ __forceinline__ uint32_t transposed(uint32_t panel, int j) const {
+    return transposed_lane(panel, 16 * j, 16 * warp, kRows, lane);
+  }
+  // snapshot half [64 v][128 features]: value rows of this warp, features 16 j ..
+  __device__ __forceinline__ uint32_t snapshot(uint32_t tile, int j) const {
+    return tile + panel_address(16 * warp + lane / 8 % 2 * 8 + lane % 8, 16 * j + lane / 16 * 8, kHalf);
+  }
+};
+
+// 64 rows of a token-major tile of `panels` 64-column panels: rows .. 63 become zero (memory past a sequence's end holds
+// anything, and 0 x NaN is NaN)
+__device__ __forceinline__ void zero_rows(uint32_t tile, int panels, int rows) {
+  for (int i = rows * 8 + threadIdx.x; i < kRows * 8; i += kProductThreads)
+    for (int panel = 0; panel < panels; panel++) ptx::sts4u(tile + panel * kPanel + i * 16, 0, 0, 0, 0);
+}
+
+__device__ __forceinline__ float load_state(const StateView& s, int64_t at) {
+  switch (s.dtype) {
+    case QLA_FLOAT64:
+      return float(static_cast<const double*>(s.data)[at]);
+    case QLA_FLOAT32:
+      return static_cast<const float*>(s.data)[at];
+    case QLA_BFLOAT16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(s.data)[at]);
+    default:
+      return __half2float(static_cast<const __half*>(s.data)[at]);
+  }
+}
+__device__ __forceinline__ void store_state(const StateView& s, int64_t at, float x) {
+  switch (s.dtype) {
+    case QLA_FLOAT64:
+      static_cast<double*>(s.data)[at] = x;
+      break;
+    case QLA_FLOAT32:
+      static_cast<float*>(s.data)[at] = x;
+      break;
+    case QLA_BFLOAT16:
+      static_cast<__nv_bfloat16*>(s.data)[at] = __float2bfloat16_rn(x);
+      break;
+    default:
+      static_cast<__half*>(s.data)[at] = __float2half_rn(x);
+  }
+}
+// S^T fragment element 4 n + 2 h + c: value column 64 part + 16 warp + lane / 4 + 8 h, feature 8 n + 2 (lane % 4) + c
+__device__ __forceinline__ void read_caller(float (&s)[64], const StateView& view, int sequence, int head, int part,
+                                            const Lane& l) {
+  const int64_t base = sequence * view.stride_n + head * view.stride_h;
+  const int v = kHalf * part + fragment_row(l.warp, l.lane), k = fragment_col(l.lane);
+#pragma unroll
+  for (int i = 0; i < 64; i++)
+    s[i] = load_state(view, base + (v + i / 2 % 2 * 8) * view.stride_v + (k + i / 4 * 8 + i % 2) * view.stride_k);
+}
+__device__ __forceinline__ void write_caller(const float (&s)[64], const StateView& view, int sequence, int head, int part,
+                                             const Lane& l, bool zero) {
+  const int64_t base = sequence * view.stride_n + head * view.stride_h;
+  const int v = kHalf * part + fragment_row(l.warp, l.lane), k = fragment_col(l.lane);
+#pragma unroll
+  for (int i = 0; i < 64; i++)
+    store_state(view, base + (v + i / 2 % 2 * 8) * view.stride_v + (k + i / 4 * 8 + i % 2) * view.stride_k, zero ? 0.f : s[i]);
+}
+__device__ __forceinline__ int64_t buffer_at(const Params& p, int index, int head, int part, const Lane& l) {
+  return ((int64_t(index) * p.num_v_heads + head) * kDim + kHalf * part + fragment_row(l.warp, l.lane)) * kDim +
+         fragment_col(l.lane);
+}
+__device__ __forceinline__ void read_buffer(float (&s)[64], const float* buffer, int64_t at) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) {
+    const float2 x = *reinterpret_cast<const float2*>(buffer + at + i % 2 * 8 * kDim + i / 2 * 8);
+    s[2 * i] = x.x;
+    s[2 * i + 1] = x.y;
+  }
+}
+__device__ __forceinline__ void write_buffer(const float (&s)[64], float* buffer, int64_t at) {
+#pragma unroll
+  for (int i = 0; i < 32; i++)
+    *reinterpret_cast<float2*>(buffer + at + i % 2 * 8 * kDim + i / 2 * 8) = make_float2(s[2 * i], s[2 * i + 1]);
+}
+
+// Hands a stage back to the producers of both CTAs: each loads a half of what they share, for both.
+__device__ __forceinline__ void release_stage(uint32_t base, int stage, int lane) {
+  __syncwarp();
+  if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty_bar(base, stage), lane);
+}
+
+// The producer's view of one chunk.
+struct Source {
+  int batch, token, slot, head;
+};
+// Abar or Pg: panels of the compact tile under standing zeros (formats.hpp); rank 0 sends panels 0 and 3, rank 1 panels 1 and 2,
+// to both CTAs
+__device__ __forceinline__ void load_tile(uint32_t dst, const uint8_t* tiles, int64_t index, int rank, uint32_t bar) {
+  const uint8_t* src = tiles + index * kTileBytes;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int panel = rank ? 1 + i : 3 * i;
+    ptx::bulk_load_multicast(dst + 2560 * panel, src + panel_offset(panel), panel_bytes(panel), bar, 3);
+  }
+}
+__device__ __forceinline__ void load_shared(const Params& p, const Source& c, uint32_t vec, uint32_t a, uint32_t k,
+                                            const CUtensorMap* map_k, int rank, uint32_t bar) {
+  const int64_t index = int64_t(c.slot) * p.num_v_heads + c.head;
+  ptx::bulk_load_multicast(vec + rank * (kVecBytesForward / 2), p.vec + index * kVecFloats + rank * (kVecBytesForward / 8),
+                           kVecBytesForward / 2, bar, 3);
+  ptx::tensor_load_4d_multicast(k + rank * kPanel, map_k, 64 * rank, c.head / (p.num_v_heads / p.num_k_heads), c.token, c.batch,
+                                bar, 3);
+  load_tile(a, p.abar, index, rank, bar);
+}
+
+}  // namespace qla::cuda::backward_passes

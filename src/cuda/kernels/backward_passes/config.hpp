@@ -1,0 +1,98 @@
+// backward_passes: sizes, the shared-memory map and what the launch is given. Host-includable.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/formats.hpp"
+#include "qla/qla.h"
+
+namespace qla::cuda::backward_passes {
+
+inline constexpr int kRows = 64, kDim = 128, kHalf = 64;  // tokens of a chunk; K = V; value columns of a CTA
+inline constexpr int kCluster = 2;                        // the two halves of V
+inline constexpr int kProductThreads = 128, kThreads = 160;
+
+// shared memory, bytes. State stage: K V Abar vec; reverse stage: K Q dO Abar Pg vec. Output buffers: snapshot, then Delta or dR.
+inline constexpr int kKiB = 1024;
+inline constexpr int kPanel = 8 * kKiB;  // 64 tokens x 64 columns
+inline constexpr int kSnapshotHalf = 16 * kKiB;
+inline constexpr int kStateV = 16 * kKiB, kStateA = 24 * kKiB, kStateVec = 32 * kKiB, kStateStage = 33 * kKiB, kStateStages = 5;
+inline constexpr int kReverseQ = 16 * kKiB, kReverseO = 32 * kKiB, kReverseA = 40 * kKiB, kReverseP = 48 * kKiB,
+                     kReverseVec = 56 * kKiB, kReverseStage = 57 * kKiB, kReverseStages = 3;
+inline constexpr int kOut = 171 * kKiB, kOutBuffer = 24 * kKiB, kBars = kOut + 2 * kOutBuffer, kSmemBytes = kBars + 128;
+static_assert(kStateStage * kStateStages <= kOut && kReverseStage * kReverseStages <= kOut && kSmemBytes <= 227 * kKiB,
+              "shared memory");
+inline constexpr int kMaxStages = 5;
+
+struct StateView {  // [N, HV, K, V] in any order and float type
+  void* data = nullptr;
+  int32_t dtype = 0;
+  int64_t stride_n = 0, stride_h = 0, stride_k = 0, stride_v = 0;
+};
+
+// One unit of work: the run of a sequence's chunks that lies in the launch's range of slots, one value head. A cluster takes it,
+// a CTA each half of V.
+struct Item {
+  int64_t token;      // first token of the lowest chunk, over [B * T]
+  int32_t slot;       // its chunk slot
+  int32_t chunks;     // -1: nothing to do; 0: an empty sequence (dh0 = dht)
+  int32_t last_rows;  // rows of the highest chunk, 1..64
+  int32_t sequence, v_head;
+  int32_t start, end;  // kFrom*, kTo*
+};
+// where the walk's first state (or gradient of it) comes from, and where the last one goes
+inline constexpr int32_t kFromZero = 0, kFromCaller = 1,
+                         kFromBuffer = 2;                               // caller: h0 of the state pass, dht of the reverse pass
+inline constexpr int32_t kToNowhere = 0, kToCaller = 1, kToBuffer = 2;  // caller: dh0
+
+struct Params {
+  const WorkItem* items;  // uncut, all of V: sequences x value heads (plan_segments); a cluster of each kind takes one
+  int32_t num_items;
+  int32_t kinds;                 // kBoth; kStateOnly: no reverse items, nothing stored but states at boundaries
+  int32_t first_slot, end_slot;  // the range of chunks of this launch; snapshots are indexed from first_slot on
+  int32_t num_k_heads, num_v_heads;
+  int32_t rows_per_batch;  // tokens of a batch row, as the tensor maps see it
+  int32_t boundary_slots;  // ranges begin at multiples of this; kStateOnly: the states there go to boundary[slot / this]
+  int32_t mask_dh0;        // dh0 of a sequence that does not start from the caller's state is 0
+  const uint8_t* abar;     // [slot][HV][kTileBytes]
+  const uint8_t* pg;
+  const float* vec;  // [slot][HV][kVecFloats]
+  uint8_t* state;    // snapshots (formats.hpp)
+  uint8_t* d_state;
+  uint8_t* delta;
+  void* dv;  // 16 bit; rows of a tail chunk are written one by one
+  int64_t dv_stride_b, dv_stride_t, dv_stride_h;
+  StateView h0, dht, dh0;
+  float* boundary;        // fp32 [range][HV][V][K]: states at the starts of ranges
+  const float* carry_in;  // fp32 [HV][V][K]: dS of the sequence that goes on after this range ..
+  float* carry_out;       // .. and of the one that began before it
+};
+inline constexpr int kBoth = 0, kStateOnly = 1;
+
+// Host- and device-callable in effect: plain arithmetic on a work item.
+inline
+#ifdef __CUDACC__
+    __host__ __device__
+#endif
+        Item
+        make_item(const WorkItem& w, const Params& p, bool reverse) {
+  const int32_t low = w.slot > p.first_slot ? w.slot : p.first_slot;
+  const int32_t end = w.slot + w.chunks, high = end < p.end_slot ? end : p.end_slot;
+  Item it;
+  it.token = w.token + int64_t(low - w.slot) * kRows;
+  it.slot = low;
+  it.chunks = high > low ? high - low : w.chunks == 0 && w.slot >= p.first_slot && w.slot < p.end_slot ? 0 : -1;
+  it.last_rows = high == end ? w.last_rows : kRows;
+  it.sequence = w.sequence;
+  it.v_head = w.v_head;
+  if (reverse) {
+    it.start = high < end ? kFromBuffer : p.dht.data ? kFromCaller : kFromZero;
+    it.end = low > w.slot ? kToBuffer : p.dh0.data ? kToCaller : kToNowhere;
+  } else {
+    it.start = low > w.slot ? kFromBuffer : w.start == QLA_START_INITIAL ? kFromCaller : kFromZero;
+    it.end = kToNowhere;
+  }
+  return it;
+}
+
+}  // namespace qla::cuda::backward_passes

@@ -1,0 +1,75 @@
+// backward_passes - the state pass (F4)(F5)(F8)(F9) and the reverse pass (B1)-(B4) as two kinds of work items in one launch:
+// neither needs the other.
+//   grid: two clusters an item pair: even clusters take state items, odd ones reverse items; the CTAs of a cluster are the two
+//   halves of V of one value head. What they share (K, Q, Abar, Pg, gate vectors) each loads a half of, for both, by multicast.
+//
+// Roles      warps  owns                            per chunk
+//   product  0-3    S^T or dS^T, 64 x 128 fp32      state_item.cuh, reverse_item.cuh
+//   load     4      -                               thread 0 issues all loads
+//
+// Edges              from -> to                       count           guards
+//   full[stage]      load of both CTAs -> product     1 + tx          a stage's tiles
+//   empty[stage]     product of both CTAs -> load     2 x 4 warps     the same: a stage is filled in both CTAs at once
+//   named 1          product                          128             rows past the end zeroed; outputs of a chunk written before
+//   they are stored
+// Outputs leave by bulk stores from two buffers; the one of chunk c is free once thread 0 has seen the group of c - 2 read
+// (before chunk c - 1's barrier).
+//
+// SMEM (KiB)      state item: 5 stages of 33                  reverse item: 3 stages of 57
+//   stage         K 16, V half 8, Abar 8, gate vectors 1      K 16, Q 16, dO half 8, Abar 8, Pg 8, gate vectors 1
+//   output        2 x (S half 16, Delta half 8)               2 x (dS+ half 16, dR half 8)
+//   total         219 of 227. Abar and Pg: compact panels under zeros that are written once (formats.hpp).
+//
+// Tail: K, Q, V, dO rows past the end are zeroed in shared memory; dV rows leave one by one.
+#pragma once
+
+#include "cuda/kernels/backward_passes/reverse_item.cuh"
+#include "cuda/kernels/backward_passes/state_item.cuh"
+
+namespace qla::cuda::backward_passes {
+
+template <typename T>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    backward_passes_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t base = ptx::shared_address(smem);
+  const int cluster = blockIdx.x / kCluster, rank = int(ptx::cluster_rank());
+  const bool reverse = p.kinds == kBoth && cluster % 2;
+  const WorkItem& work = p.items[p.kinds == kBoth ? cluster / 2 : cluster];
+  const Item it = make_item(work, p, reverse);
+  if (it.chunks < 0) return;  // both CTAs of the cluster
+  const int stages = reverse ? kReverseStages : kStateStages, stage_bytes = reverse ? kReverseStage : kStateStage;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < stages; s++) {
+      ptx::mbarrier_init(full_bar(base, s), 1);
+      ptx::mbarrier_init(empty_bar(base, s), kCluster * kProductThreads / 32);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  for (int s = 0; s < stages; s++)  // the upper blocks of Abar and Pg stay zero
+    for (int i = threadIdx.x; i < (reverse ? 2 : 1) * kTileSmemBytes / 16; i += kThreads)
+      ptx::sts4u(base + s * stage_bytes + (reverse ? kReverseA : kStateA) + 16 * i, 0, 0, 0, 0);
+  ptx::proxy_fence();
+  __syncthreads();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  if (threadIdx.x >= kProductThreads) {
+    if (threadIdx.x == kProductThreads) {
+      if (reverse)
+        load_reverse_item<T>(p, maps, it, base, rank);
+      else
+        load_state_item<T>(p, maps, it, base, rank);
+    }
+  } else {
+    if (reverse)
+      reverse_item<T>(p, maps, it, base, rank, work.start == QLA_START_INITIAL);
+    else
+      state_item<T>(p, it, base, rank);
+    if (threadIdx.x == 0) ptx::bulk_wait();
+  }
+  __syncwarp();
+  ptx::cluster_arrive();  // nobody leaves while the other may still write to its shared memory or barriers
+  ptx::cluster_wait();
+}
+
+}  // namespace qla::cuda::backward_passes

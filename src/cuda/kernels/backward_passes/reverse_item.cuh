@@ -1,0 +1,181 @@
+// Reverse pass of one run of chunks, one value head, half of V: (B1)-(B4) with dS^T in registers, from the highest chunk down.
+// Writes dS+ of each chunk and dR = dV. The product dO^T Pg of the chunk ahead runs under the last product of this one.
+#pragma once
+
+#include "cuda/kernels/backward_passes/common.cuh"
+
+namespace qla::cuda::backward_passes {
+
+// rows of a tail chunk to dV by ordinary stores: a box would overwrite the next sequence
+__device__ __forceinline__ void store_tail(const Params& p, uint32_t panel, int token, int rows, int head, int part) {
+  uint16_t* dv = static_cast<uint16_t*>(p.dv) + token / p.rows_per_batch * p.dv_stride_b +
+                 token % p.rows_per_batch * p.dv_stride_t + head * p.dv_stride_h + kHalf * part;
+  for (int i = threadIdx.x; i < rows * 8; i += kProductThreads)
+    *reinterpret_cast<uint4*>(dv + i / 8 * p.dv_stride_t + i % 8 * 8) =
+        ptx::lds4u(panel + panel_address(i / 8, i % 8 * 8, kRows));
+}
+
+template <typename T>
+__device__ __forceinline__ void reverse_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int part,
+                                             bool from_caller) {
+  const Lane l{int(threadIdx.x % 32), int(threadIdx.x / 32)};
+  float s[64];  // dS^T
+  if (it.start == kFromCaller)
+    read_caller(s, p.dht, it.sequence, it.v_head, part, l);
+  else if (it.start == kFromBuffer)
+    read_buffer(s, p.carry_in, buffer_at(p, 0, it.v_head, part, l));
+  else
+#pragma unroll
+    for (int i = 0; i < 64; i++) s[i] = 0.f;
+  if (it.chunks > 0) {
+    float pd[32];     // dO^T Pg of the chunk ahead
+    uint32_t of[16];  // dO^T of the chunk ahead
+    auto load_do = [&](uint32_t st, uint32_t(&f)[16]) {
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        ptx::ldmatrix_x4_trans(l.transposed(st + kReverseO, j), f[4 * j], f[4 * j + 1], f[4 * j + 2], f[4 * j + 3]);
+    };
+    // Pg and Abar as rows of k: MN-major in the 32-byte swizzle, 16-column panels 2,048 bytes apart
+    auto tile_rows = [](uint32_t tile, int k) { return descriptor(tile + 512 * k, 2048, 256, 3); };
+    auto product_p = [&](uint32_t st) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(pd, of + 4 * k, tile_rows(st + kReverseP, k), k > 0);
+      ptx::wgmma_commit();
+    };
+    uint32_t sf[32];  // dS^T packed: nothing may be in flight where the loop closes (C7513), so packing ends the iteration
+    auto pack_state = [&](uint32_t st, bool more) {
+      const float gamma_c = more ? ptx::lds(st + kReverseVec + (kVecGamma + 63) * 4) : 1.f;
+      pack_operand<T>(sf, s);
+#pragma unroll
+      for (int j = 0; j < 64; j++) s[j] *= gamma_c;
+      ptx::pin(s);
+      ptx::pin(sf);
+    };
+    Ring<kReverseStages> ring;
+    ptx::mbarrier_wait(full_bar(base, 0), 0);
+    if (it.last_rows < kRows) {
+      zero_rows(base, 2, it.last_rows);
+      zero_rows(base + kReverseQ, 2, it.last_rows);
+      zero_rows(base + kReverseO, 1, it.last_rows);
+      ptx::proxy_fence();
+      ptx::named_sync(1, kProductThreads);
+    }
+    load_do(base, of);
+    ptx::wgmma_fence();
+    product_p(base);
+    pack_state(base, true);
+    ptx::wgmma_wait();
+    for (int i = 0; i < it.chunks; i++) {
+      const int c = it.chunks - 1 - i, slot = it.slot + c;
+      const uint32_t st = base + ring.stage * kReverseStage, out = base + kOut + (i & 1) * kOutBuffer,
+                     vec = st + kReverseVec + l.lane % 4 * 8;
+      uint32_t og[16];
+      float e[32];
+      float2 g[8];
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 8; k++)
+        ptx::wgmma_rs<T, 0>(e, sf + 4 * k, descriptor_k_major(st + k / 4 * kPanel + k % 4 * 32), k > 0);  // (B1)
+      ptx::wgmma_commit();
+      load_do(st, og);
+#pragma unroll
+      for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecQ * 4 + n * 32);
+#pragma unroll
+      for (int n = 0; n < 8; n++) {  // scale gamma dO^T
+        const float2 lo = unpack<T>(og[2 * n]), hi = unpack<T>(og[2 * n + 1]);
+        og[2 * n] = pack<T>(lo.x * g[n].x, lo.y * g[n].y);
+        og[2 * n + 1] = pack<T>(hi.x * g[n].x, hi.y * g[n].y);
+      }
+      ptx::pin(og);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 2; k++)
+        ptx::wgmma_rs<T, 1>(s, og + 4 * k, descriptor_mn_major(st + kReverseQ + k * 2048, kPanel), 1);  // (B4), Q
+      ptx::wgmma_commit();
+#pragma unroll
+      for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecE * 4 + n * 32);
+#pragma unroll
+      for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(out, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
+      ptx::wgmma_wait<1>();  // dE
+      uint32_t df[16];
+#pragma unroll
+      for (int n = 0; n < 8; n++) {  // (B2) times beta, which e_scale and the columns of Pg carry
+        df[2 * n] = pack<T>(e[4 * n] * g[n].x + pd[4 * n], e[4 * n + 1] * g[n].y + pd[4 * n + 1]);
+        df[2 * n + 1] = pack<T>(e[4 * n + 2] * g[n].x + pd[4 * n + 2], e[4 * n + 3] * g[n].y + pd[4 * n + 3]);
+      }
+      float r[32];
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(r, df + 4 * k, tile_rows(st + kReverseA, k), k > 0);  // (B3)
+      ptx::wgmma_commit();
+#pragma unroll
+      for (int k = 2; k < 4; k++) ptx::wgmma_rs<T, 1>(s, og + 4 * k, descriptor_mn_major(st + kReverseQ + k * 2048, kPanel), 1);
+      ptx::wgmma_commit();
+      const int stage = ring.stage;
+      const bool more = i + 1 < it.chunks;
+      ring.advance();
+      const uint32_t next = more ? base + ring.stage * kReverseStage : st;
+      if (more) ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
+#pragma unroll
+      for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecK * 4 + n * 32);
+      load_do(next, of);
+      ptx::wgmma_wait<1>();  // dR
+      uint32_t rf[16], ro[16];
+#pragma unroll
+      for (int n = 0; n < 8; n++) {
+        rf[2 * n] = pack<T>(-g[n].x * r[4 * n], -g[n].y * r[4 * n + 1]);
+        rf[2 * n + 1] = pack<T>(-g[n].x * r[4 * n + 2], -g[n].y * r[4 * n + 3]);
+      }
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(s, rf + 4 * k, descriptor_mn_major(st + k * 2048, kPanel), 1);  // (B4), K
+      ptx::wgmma_commit();
+      product_p(next);
+      pack_operand<T>(ro, r);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        ptx::stmatrix_x4_trans(l.transposed(out + kSnapshotHalf, j), ro[4 * j], ro[4 * j + 1], ro[4 * j + 2], ro[4 * j + 3]);
+      const int rows = i == 0 ? it.last_rows : kRows, token = int(it.token) + c * kRows;
+      ptx::proxy_fence();
+      if (threadIdx.x == 0) ptx::bulk_wait_read();
+      ptx::named_sync(1, kProductThreads);
+      if (threadIdx.x == 0) {
+        const int64_t at = int64_t(slot - p.first_slot) * p.num_v_heads + it.v_head;
+        ptx::bulk_store(p.d_state + at * kSnapshotBytes + part * kSnapshotHalf, out, kSnapshotHalf);
+        if (rows == kRows)
+          ptx::tensor_store_4d(&maps.dv, kHalf * part, it.v_head, token % p.rows_per_batch, token / p.rows_per_batch,
+                               out + kSnapshotHalf);
+        ptx::bulk_commit();
+      }
+      if (rows < kRows) store_tail(p, out + kSnapshotHalf, token, rows, it.v_head, part);
+      ptx::wgmma_wait<1>();  // dS is final; the next chunk's dO^T Pg is still in flight
+      release_stage(base, stage, l.lane);
+      pack_state(next, more);
+      ptx::wgmma_wait();
+    }
+  }
+  if (it.end == kToCaller)
+    write_caller(s, p.dh0, it.sequence, it.v_head, part, l, p.mask_dh0 && !from_caller);
+  else if (it.end == kToBuffer)
+    write_buffer(s, p.carry_out, buffer_at(p, 0, it.v_head, part, l));
+}
+
+template <typename T>
+__device__ __forceinline__ void load_reverse_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int rank) {
+  Ring<kReverseStages> ring;
+  for (int c = it.chunks - 1; c >= 0; c--) {
+    const int token = int(it.token) + c * kRows;
+    const Source src{token / p.rows_per_batch, token % p.rows_per_batch, it.slot + c, it.v_head};
+    const uint32_t bar = full_bar(base, ring.stage), st = base + ring.stage * kReverseStage;
+    ptx::mbarrier_wait(empty_bar(base, ring.stage), ring.phase ^ 1);
+    ptx::mbarrier_arrive_expect(bar, 4 * kPanel + kPanel + 2 * kTileBytes + kVecBytesForward);
+    load_shared(p, src, st + kReverseVec, st + kReverseA, st, &maps.k, rank, bar);
+    ptx::tensor_load_4d(st + kReverseO, &maps.d_o, kHalf * rank, src.head, src.token, src.batch, bar);
+    load_tile(st + kReverseP, p.pg, int64_t(src.slot) * p.num_v_heads + src.head, rank, bar);
+    ptx::tensor_load_4d_multicast(st + kReverseQ + rank * kPanel, &maps.q, 64 * rank, src.head / (p.num_v_heads / p.num_k_heads),
+                                  src.token, src.batch, bar, 3);
+    ring.advance();
+  }
+}
+
+}  // namespace qla::cuda::backward_passes

@@ -1,0 +1,121 @@
+// State pass of one run of chunks, one value head, half of V: (F4) (F5) (F8) (F9) with S^T in registers. Writes S before each
+// chunk and Delta.
+#pragma once
+
+#include "cuda/kernels/backward_passes/common.cuh"
+
+namespace qla::cuda::backward_passes {
+
+template <typename T>
+__device__ __forceinline__ void state_item(const Params& p, const Item& it, uint32_t base, int part) {
+  const Lane l{int(threadIdx.x % 32), int(threadIdx.x / 32)};
+  const bool output = p.kinds == kBoth;
+  float s[64];
+  if (it.start == kFromCaller)
+    read_caller(s, p.h0, it.sequence, it.v_head, part, l);
+  else if (it.start == kFromBuffer)
+    read_buffer(s, p.boundary, buffer_at(p, it.slot / p.boundary_slots, it.v_head, part, l));
+  else
+#pragma unroll
+    for (int i = 0; i < 64; i++) s[i] = 0.f;
+  Ring<kStateStages> ring;
+  for (int c = 0; c < it.chunks; c++) {
+    const uint32_t st = base + ring.stage * kStateStage, out = base + kOut + (c & 1) * kOutBuffer,
+                   vec = st + kStateVec + l.lane % 4 * 8;
+    const int slot = it.slot + c;
+    ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
+    if (c + 1 == it.chunks && it.last_rows < kRows) {
+      zero_rows(st, 2, it.last_rows);
+      zero_rows(st + kStateV, 1, it.last_rows);
+      ptx::proxy_fence();
+      ptx::named_sync(1, kProductThreads);
+    }
+    if (!output && c && slot % p.boundary_slots == 0)
+      write_buffer(s, p.boundary, buffer_at(p, slot / p.boundary_slots, it.v_head, part, l));
+    uint32_t sf[32];
+    pack_operand<T>(sf, s);
+    const float gamma_c = ptx::lds(st + kStateVec + (kVecGamma + 63) * 4);
+#pragma unroll
+    for (int i = 0; i < 64; i++) s[i] *= gamma_c;  // decayed before the products are issued (hopper.md section 6)
+    ptx::pin(s);
+    float acc[32], d[32];
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 8; k++) ptx::wgmma_rs<T, 0>(acc, sf + 4 * k, descriptor_k_major(st + k / 4 * kPanel + k % 4 * 32), k > 0);
+    ptx::wgmma_commit();
+    uint32_t vt[16];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      ptx::ldmatrix_x4_trans(l.transposed(st + kStateV, j), vt[4 * j], vt[4 * j + 1], vt[4 * j + 2], vt[4 * j + 3]);
+    float2 gk[8], ge[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) gk[n] = ptx::lds2(vec + kVecK * 4 + n * 32);
+    if (output) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(out, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
+    }
+    ptx::wgmma_wait();
+    uint32_t rf[16];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {  // (F4) R^T
+      const float2 lo = unpack<T>(vt[2 * n]), hi = unpack<T>(vt[2 * n + 1]);
+      rf[2 * n] = pack<T>(lo.x - gk[n].x * acc[4 * n], lo.y - gk[n].y * acc[4 * n + 1]);
+      rf[2 * n + 1] = pack<T>(hi.x - gk[n].x * acc[4 * n + 2], hi.y - gk[n].y * acc[4 * n + 3]);
+    }
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      ptx::wgmma_rs<T, 0>(d, rf + 4 * k, descriptor_k_major_32(st + kStateA + 2048 * k), k > 0);  // (F5) Delta^T
+    ptx::wgmma_commit();
+#pragma unroll
+    for (int n = 0; n < 8; n++) ge[n] = ptx::lds2(vec + kVecE * 4 + n * 32);
+    ptx::wgmma_wait();
+    uint32_t ef[16];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {  // (F8) E^T
+      ef[2 * n] = pack<T>(d[4 * n] * ge[n].x, d[4 * n + 1] * ge[n].y);
+      ef[2 * n + 1] = pack<T>(d[4 * n + 2] * ge[n].x, d[4 * n + 3] * ge[n].y);
+    }
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(s, ef + 4 * k, descriptor_mn_major(st + k * 2048, kPanel), 1);  // (F9)
+    ptx::wgmma_commit();
+    if (output) {
+      uint32_t df[16];
+      pack_operand<T>(df, d);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        ptx::stmatrix_x4_trans(l.transposed(out + kSnapshotHalf, j), df[4 * j], df[4 * j + 1], df[4 * j + 2], df[4 * j + 3]);
+      // a chunk's outputs leave together: one fence, one barrier, one group
+      ptx::proxy_fence();
+      if (threadIdx.x == 0) ptx::bulk_wait_read();  // the other buffer is free again
+      ptx::named_sync(1, kProductThreads);
+      if (threadIdx.x == 0) {
+        const int64_t at = int64_t(slot - p.first_slot) * p.num_v_heads + it.v_head;
+        ptx::bulk_store(p.state + at * kSnapshotBytes + part * kSnapshotHalf, out, kSnapshotHalf);
+        ptx::bulk_store(p.delta + at * kDeltaBytes + part * kPanel, out + kSnapshotHalf, kPanel);
+        ptx::bulk_commit();
+      }
+    }
+    ptx::wgmma_wait();
+    release_stage(base, ring.stage, l.lane);
+    ring.advance();
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void load_state_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int rank) {
+  Ring<kStateStages> ring;
+  for (int c = 0; c < it.chunks; c++) {
+    const int token = int(it.token) + c * kRows;
+    const Source src{token / p.rows_per_batch, token % p.rows_per_batch, it.slot + c, it.v_head};
+    const uint32_t bar = full_bar(base, ring.stage), st = base + ring.stage * kStateStage;
+    ptx::mbarrier_wait(empty_bar(base, ring.stage), ring.phase ^ 1);
+    ptx::mbarrier_arrive_expect(bar, 2 * kPanel + kPanel + kTileBytes + kVecBytesForward);
+    load_shared(p, src, st + kStateVec, st + kStateA, st, &maps.k, rank, bar);
+    ptx::tensor_load_4d(st + kStateV, &maps.v, kHalf * rank, src.head, src.token, src.batch, bar);
+    ring.advance();
+  }
+}
+
+}  // namespace qla::cuda::backward_passes

@@ -1,0 +1,99 @@
+// chunk_grads: shared memory, barriers, items, and a warp's place among them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+
+#include "cuda/kernels/chunk_grads/config.hpp"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/shared.cuh"
+
+namespace qla::cuda::chunk_grads {
+
+struct alignas(1024) Smem {
+  uint8_t k[kTile], q[kTile];
+  uint8_t token[kTokenStages][3][kTile];  // Delta, dO, dR
+  uint8_t state[kSnapshotStages][kTile];
+  uint8_t d_state[kSnapshotStages][kTile];
+  uint8_t m[kRows * kRows * 2];
+  uint8_t x[kRows * kRows * 2];
+  float vec[kVecStages][kVecFloats];
+  float part[kPartStages][kPartFloats];
+  uint64_t full[16], empty[16];  // by Pair
+};
+static_assert(sizeof(Smem) <= 227 * 1024, "shared memory");
+
+// Barrier pairs, and the one counter that says where every ring is: n, value heads done so far. Stages used once a head (token,
+// vec, part) alternate: stage n % 2, parity n / 2 % 2; both stages of state and d_state are used by every head, m is single:
+// parity n % 2. Fewer registers than a ring each.
+enum Pair { kToken0, kToken1, kVec0, kVec1, kPart0, kPart1, kState0, kState1, kDState0, kDState1, kM, kKq, kPairs };
+static_assert(kTokenStages == 2 && kSnapshotStages == 2 && kVecStages == 2 && kPartStages == 2, "see Pair");
+
+struct Maps {
+  CUtensorMap k, q, d_o, d_v;
+};
+
+// The items of a CTA in order, the same for every role.
+struct Item {
+  int index, rows;
+  __device__ __forceinline__ explicit Item(const Params& p) : index(int(blockIdx.x) - int(gridDim.x)), rows(0) {}
+  __device__ __forceinline__ int slot(const Params& p) const {
+    return p.first_slot + int(uint32_t(index) / uint32_t(p.num_k_heads));
+  }
+  __device__ __forceinline__ int k_head(const Params& p) const { return int(uint32_t(index) % uint32_t(p.num_k_heads)); }
+  __device__ __forceinline__ int token(const Params& p) const {
+    return int(p.chunks[slot(p)].token);
+  }  // the host checks that B T fits
+  __device__ __forceinline__ bool next(const Params& p) {
+    do {
+      index += gridDim.x;
+      if (index >= p.num_slots * p.num_k_heads) return false;
+      rows = p.chunks[slot(p)].rows;
+    } while (rows <= 0);
+    return true;
+  }
+};
+
+// One warp's place.
+struct Lane {
+  uint32_t base;   // shared memory
+  int warp, lane;  // warp: within its role
+  uint32_t n;      // value heads done (see Pair)
+  __device__ __forceinline__ uint32_t s_k() const { return base + offsetof(Smem, k); }
+  __device__ __forceinline__ uint32_t s_q() const { return base + offsetof(Smem, q); }
+  __device__ __forceinline__ uint32_t s_token() const { return base + offsetof(Smem, token) + n % 2 * (3 * kTile); }
+  __device__ __forceinline__ uint32_t s_state(int half) const { return base + offsetof(Smem, state) + half * kTile; }
+  __device__ __forceinline__ uint32_t s_d_state(int half) const { return base + offsetof(Smem, d_state) + half * kTile; }
+  __device__ __forceinline__ uint32_t s_vec() const { return base + offsetof(Smem, vec) + n % 2 * (kVecFloats * 4); }
+  __device__ __forceinline__ uint32_t s_part() const { return base + offsetof(Smem, part) + n % 2 * (kPartFloats * 4); }
+  __device__ __forceinline__ uint32_t full(int pair) const { return base + offsetof(Smem, full) + 8 * pair; }
+  __device__ __forceinline__ uint32_t empty(int pair) const { return base + offsetof(Smem, empty) + 8 * pair; }
+  // pairs of two stages that a head uses one of
+  __device__ __forceinline__ void wait_full2(Pair pair) const { ptx::mbarrier_wait(full(pair + n % 2), n / 2 % 2); }
+  __device__ __forceinline__ void wait_empty2(Pair pair) const { ptx::mbarrier_wait(empty(pair + n % 2), n / 2 % 2 ^ 1); }
+  // pairs that every head uses
+  __device__ __forceinline__ void wait_full(int pair) const { ptx::mbarrier_wait(full(pair), n % 2); }
+  __device__ __forceinline__ void wait_empty(int pair) const { ptx::mbarrier_wait(empty(pair), n % 2 ^ 1); }
+  __device__ __forceinline__ void arrive(uint32_t bar) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(bar);
+  }
+};
+__device__ __forceinline__ void init_barriers(const Lane& w) {
+  constexpr int kQuery = 4, kKey = 4, kFinish = 1, kDot = 2;  // warps
+  for (int i = 0; i < kPairs; i++) {
+    int full = 1, empty = kQuery + kKey;  // kToken, kKq
+    if (i == kVec0 || i == kVec1) empty = kQuery + kKey + kFinish;
+    if (i == kPart0 || i == kPart1) full = kQuery + kKey + kDot, empty = kFinish;
+    if (i == kState0 || i == kState1) empty = kQuery + kKey + kDot;
+    if (i == kDState0 || i == kDState1) empty = kKey + kDot;
+    if (i == kM) full = kQuery, empty = kKey;
+    ptx::mbarrier_init(w.full(i), full);
+    ptx::mbarrier_init(w.empty(i), empty);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+}  // namespace qla::cuda::chunk_grads

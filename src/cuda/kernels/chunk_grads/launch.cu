@@ -1,0 +1,30 @@
+#include "cuda/kernels/chunk_grads/launch.hpp"
+
+#include <algorithm>
+
+#include "cuda/kernels/chunk_grads/kernel.cuh"
+
+namespace qla::cuda::chunk_grads {
+
+cudaError_t prepare() {
+  const cudaError_t e =
+      cudaFuncSetAttribute(chunk_grads_kernel<__nv_bfloat16>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
+  return e != cudaSuccess
+             ? e
+             : cudaFuncSetAttribute(chunk_grads_kernel<__half>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
+}
+
+cudaError_t launch(const CUtensorMap& k, const CUtensorMap& q, const CUtensorMap& d_o, const CUtensorMap& d_v,
+                   const Params& params, int32_t dtype, int multiprocessors, cudaStream_t stream) {
+  const int64_t items = int64_t(params.num_slots) * params.num_k_heads;
+  if (items == 0) return cudaSuccess;
+  const Maps maps{k, q, d_o, d_v};
+  const dim3 grid(unsigned(std::min<int64_t>(items, multiprocessors)));
+  if (dtype == QLA_BFLOAT16)
+    chunk_grads_kernel<__nv_bfloat16><<<grid, kThreads, sizeof(Smem), stream>>>(maps, params);
+  else
+    chunk_grads_kernel<__half><<<grid, kThreads, sizeof(Smem), stream>>>(maps, params);
+  return cudaPeekAtLastError();
+}
+
+}  // namespace qla::cuda::chunk_grads

@@ -1,0 +1,197 @@
+// chunk_grads: the single-warp roles: loads, <S, dS+>, and the finisher of dg and dbeta.
+#pragma once
+
+#include "cuda/kernels/chunk_grads/lane.cuh"
+#include "cuda/kernels/chunk_grads/scores.cuh"
+#include "cuda/kernels/chunk_grads/store.cuh"
+
+namespace qla::cuda::chunk_grads {
+
+__device__ __forceinline__ void load_rows_tile(const Params& p, const Item& it, uint32_t dst, const CUtensorMap* map, int head,
+                                               uint32_t bar) {
+  const int token = it.token(p), batch = int(uint32_t(token) / uint32_t(p.rows_per_batch)),
+            row = int(uint32_t(token) % uint32_t(p.rows_per_batch));
+  ptx::tensor_load_4d(dst, map, 0, head, row, batch, bar);
+  ptx::tensor_load_4d(dst + kTile / 2, map, 64, head, row, batch, bar);
+}
+
+// true when the phase of this parity has completed; does not suspend the thread
+__device__ __forceinline__ bool completed(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
+// One of the loader's three streams: the value head whose tiles come next.
+struct Stream {
+  Item it;
+  int group_head = 0;
+  uint32_t n = 0;  // heads done
+  int half = 0;    // of its snapshot
+  bool more;
+  __device__ __forceinline__ explicit Stream(const Params& p) : it(p) { more = it.next(p); }
+  __device__ __forceinline__ int head(const Params& p) const { return it.k_head(p) * p.group + group_head; }
+  __device__ __forceinline__ void next_head(const Params& p) {
+    n++;
+    if (++group_head < p.group) return;
+    group_head = 0;
+    more = it.next(p);
+  }
+};
+
+// One thread. The streams run by themselves: each is issued when its stage is free, so that none waits behind another's.
+__device__ __forceinline__ void load_role(const Params& p, const Maps& maps, Lane w) {
+  const int heads = p.num_k_heads * p.group;
+  Stream token(p), state(p), d_state(p);
+  auto snapshot = [&](Stream& s, Pair pair, uint32_t dst, const uint8_t* src) {
+    const int half = s.half;
+    if (!s.more || !completed(w.empty(pair + half), s.n % 2 ^ 1)) return;
+    const int64_t at = (int64_t(s.it.slot(p) - p.first_slot) * heads + s.head(p)) * 2 + half;
+    ptx::mbarrier_arrive_expect(w.full(pair + half), kTile);
+    ptx::bulk_load(dst + half * kTile, src + at * kTile, kTile, w.full(pair + half));
+    s.half ^= 1;
+    if (half) s.next_head(p);
+  };
+  while (token.more || state.more || d_state.more) {
+    w.n = token.n;
+    const uint32_t stage = w.n % 2, parity = w.n / 2 % 2 ^ 1;
+    if (token.more && completed(w.empty(kToken0 + stage), parity) && completed(w.empty(kVec0 + stage), parity)) {
+      const int64_t slot = token.it.slot(p);
+      const int head = token.head(p);
+      const uint32_t vec_full = w.full(kVec0 + stage), full = w.full(kToken0 + stage), dst = w.s_token();
+      ptx::mbarrier_arrive_expect(full, 3 * kTile);
+      ptx::bulk_load(dst, p.delta + ((slot - p.first_slot) * heads + head) * kTile, kTile, full);
+      load_rows_tile(p, token.it, dst + kTile, &maps.d_o, head, full);
+      load_rows_tile(p, token.it, dst + 2 * kTile, &maps.d_v, head, full);
+      ptx::mbarrier_arrive_expect(vec_full, kVecFloats * 4);
+      ptx::bulk_load(w.s_vec(), p.vec + (slot * heads + head) * kVecFloats, kVecFloats * 4, vec_full);
+      token.next_head(p);
+    }
+    snapshot(state, kState0, w.s_state(0), p.state);
+    snapshot(d_state, kDState0, w.s_d_state(0), p.d_state);
+  }
+}
+
+// <S, dS+> of a head: the two tiles lie alike, so their layout does not matter
+template <typename T>
+__device__ __forceinline__ void dot_role(const Params& p, Lane w) {
+  for (Item it(p); it.next(p);)
+    for (int head = 0; head < p.group; head++, w.n++) {
+      float sum[4] = {0.f, 0.f, 0.f, 0.f};
+      for (int half = 0; half < 2; half++) {
+        w.wait_full(kState0 + half);
+        w.wait_full(kDState0 + half);
+        const uint32_t at = (w.warp * 32 + w.lane) * 16, a = w.s_state(half) + at, b = w.s_d_state(half) + at;
+#pragma unroll 4
+        for (int i = 0; i < kTile; i += 1024) {
+          const uint4 x = ptx::lds4u(a + i), y = ptx::lds4u(b + i);
+          const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            const float2 u = unpack<T>(xs[k]), v = unpack<T>(ys[k]);
+            sum[k] += u.x * v.x;
+            sum[k] += u.y * v.y;
+          }
+        }
+        w.arrive(w.empty(kState0 + half));
+        w.arrive(w.empty(kDState0 + half));
+      }
+      const float total = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+      w.wait_empty2(kPart0);
+      if (w.lane == 0) ptx::sts(w.s_part() + (kXdot + w.warp) * 4, total);
+      w.arrive(w.full(kPart0 + w.n % 2));
+    }
+}
+
+// derivatives of the raw gate and of the beta logits, from the inputs as the caller gave them
+struct GateRule {
+  float a, bias;  // -exp(A_log), dt_bias
+  __device__ __forceinline__ GateRule(const Params& p, int head) : a(0.f), bias(0.f) {
+    if (p.raw_gate.data == nullptr) return;
+    a = -expf(load_scalar(p.a_log, head * p.a_log.stride_h));
+    if (p.dt_bias.data != nullptr) bias = load_scalar(p.dt_bias, head * p.dt_bias.stride_h);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void finish_role(const Params& p, const Maps& maps, Lane w) {
+  uint32_t items = 0;  // loaded
+  auto load_kq = [&](const Item& it) {
+    if (w.lane == 0) {
+      ptx::mbarrier_wait(w.empty(kKq), items % 2 ^ 1);
+      ptx::mbarrier_arrive_expect(w.full(kKq), 2 * kTile);
+      load_rows_tile(p, it, w.s_k(), &maps.k, it.k_head(p), w.full(kKq));
+      load_rows_tile(p, it, w.s_q(), &maps.q, it.k_head(p), w.full(kKq));
+    }
+    __syncwarp();
+    items++;
+  };
+  Item it(p);
+  if (!it.next(p)) return;
+  load_kq(it);
+  Item ahead = it;
+  for (bool more = true; more; it = ahead) {
+    more = ahead.next(p);
+    for (int g = 0; g < p.group; g++, w.n++) {
+      const int head = it.k_head(p) * p.group + g, heads = p.num_k_heads * p.group, t = 2 * w.lane;
+      w.wait_full2(kVec0);
+      w.wait_full2(kPart0);
+      const uint32_t vec = w.s_vec() + t * 4, part = w.s_part() + t * 4;
+      const float2 beta = ptx::lds2(vec + kVecBeta * 4), aq = ptx::lds2(part + kXaQ * 4), ak = ptx::lds2(part + kXaK * 4),
+                   e = ptx::lds2(part + kXe * 4);
+      const float gamma_c = ptx::lds(w.s_vec() + (kVecGamma + 63) * 4);
+      const float2 dots = ptx::lds2(w.s_part() + kXdot * 4);
+      float dg[2] = {0.f, 0.f}, db[2] = {e.x, e.y};
+      gather_sums(w.s_part() + kXquery * 4, beta, w.lane, dg, db);
+      gather_sums(w.s_part() + kXkey * 4, beta, w.lane, dg, db);
+      w.arrive(w.empty(kPart0 + w.n % 2));
+      w.arrive(w.empty(kVec0 + w.n % 2));
+      if (more && g + 1 == p.group) load_kq(ahead);
+      // (B11) suffix sums of a, exclusive prefix sums of e = beta e'
+      const float a0 = aq.x + ak.x, a1 = aq.y + ak.y, e0 = beta.x * e.x, e1 = beta.y * e.y;
+      const float after = __shfl_down_sync(~0u, warp_suffix_sum(a0 + a1, w.lane), 1);
+      const float before = __shfl_up_sync(~0u, warp_inclusive_sum(e0 + e1, w.lane), 1);
+      const float suffix = w.lane == 31 ? a1 : a1 + after, prefix = w.lane == 0 ? 0.f : before;
+      const float whole = gamma_c * (dots.x + dots.y);
+      dg[0] += (a0 + suffix) + prefix + whole;
+      dg[1] += suffix + (prefix + e0) + whole;
+
+      const GateRule rule(p, head);
+      float share[2] = {0.f, 0.f};  // of dA_log, ddt_bias
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        if (t + c >= it.rows) continue;
+        const int token = it.token(p) + t + c;
+        const int64_t b = uint32_t(token) / uint32_t(p.tokens), row = uint32_t(token) % uint32_t(p.tokens);
+        if (p.raw_gate.data != nullptr) {  // log gate = a softplus(x), x = raw + bias
+          const float x =
+              load_scalar(p.raw_gate, b * p.raw_gate.stride_b + row * p.raw_gate.stride_t + head * p.raw_gate.stride_h) +
+              rule.bias;
+          const float softplus = x > 20.f ? x : log1pf(expf(x));
+          share[0] += dg[c] * rule.a * softplus;
+          dg[c] *= rule.a / (1.f + expf(-x));
+          share[1] += dg[c];
+        }
+        if (p.beta_logits.data != nullptr) {  // beta = beta_max sigmoid(x)
+          const float x = load_scalar(p.beta_logits,
+                                      b * p.beta_logits.stride_b + row * p.beta_logits.stride_t + head * p.beta_logits.stride_h);
+          const float near = expf(-fabsf(x));
+          db[c] *= p.beta_max * near / ((1.f + near) * (1.f + near));
+        }
+        if (p.dg.data != nullptr) store_scalar(p.dg, b * p.dg.stride_b + row * p.dg.stride_t + head * p.dg.stride_h, dg[c]);
+        if (p.dbeta.data != nullptr)
+          store_scalar(p.dbeta, b * p.dbeta.stride_b + row * p.dbeta.stride_t + head * p.dbeta.stride_h, db[c]);
+      }
+      if (p.gate_partials != nullptr) {
+        const float da = warp_sum(share[0]), dbias = warp_sum(share[1]);
+        if (w.lane == 0)
+          *reinterpret_cast<float2*>(p.gate_partials + (int64_t(it.slot(p)) * heads + head) * 2) = make_float2(da, dbias);
+      }
+    }
+  }
+}
+
+}  // namespace qla::cuda::chunk_grads

@@ -1,0 +1,127 @@
+// chunk_grads: the two warpgroups of products. Steps and their order: kernel.cuh.
+#pragma once
+
+#include "cuda/kernels/chunk_grads/products.cuh"
+#include "cuda/kernels/chunk_grads/scores.cuh"
+#include "cuda/kernels/chunk_grads/store.cuh"
+
+namespace qla::cuda::chunk_grads {
+
+// K, Q of the item are there; rows past the end become zero. 256 threads.
+__device__ __forceinline__ void wait_kq(const Lane& w, uint32_t items, uint32_t mine, const Item& it, int thread) {
+  ptx::mbarrier_wait(w.full(kKq), items % 2);
+  if (it.rows < kRows) {
+    zero_rows(mine, it.rows, thread);
+    ptx::named_sync(1, 256);
+  }
+}
+
+// Both product roles, in one code: what differs is where things lie and that the key role has a second snapshot and a second
+// product at the end. Two bodies, one for each, run a quarter slower: the instruction cache does not hold both.
+template <typename T>
+__device__ __forceinline__ void product_role(const Params& p, Lane w, const bool key) {
+  const uint32_t s_m = w.base + offsetof(Smem, m), s_x = w.base + offsetof(Smem, x), s_k = w.s_k(), s_q = w.s_q();
+  const uint32_t s_rows = key ? s_k : s_q;
+  for (Item it(p); it.next(p);) {
+    float sum[64], norm[2];  // dQ or dK, and rq or rk of this lane's rows
+#pragma unroll
+    for (int i = 0; i < 64; i++) sum[i] = 0.f;
+    for (int head = 0; head < p.group; head++, w.n++) {
+      forget(w.lane);  // addresses and masks are made anew for every head: kept, they would cost registers
+      const int row = 16 * w.warp + w.lane / 4, thread = 32 * w.warp + w.lane;
+      const uint32_t vec = w.s_vec(), part = w.s_part(), s_delta = w.s_token(), s_left = s_delta + (key ? 2 : 1) * kTile;
+      w.wait_full2(kToken0);
+      if (it.rows < kRows) {
+        zero_rows(s_left, it.rows, thread);
+        ptx::named_sync(2 + key, 128);
+      }
+      float h0[32], h1[32];
+#pragma unroll 1
+      for (int pass = 0; pass <= int(key); pass++) {  // (B7) HQ | HK, then HE without its tail
+        const Pair pair = pass ? kDState0 : kState0;
+        const uint32_t snapshot = pass ? w.s_d_state(0) : w.s_state(0), left = pass ? s_delta : s_left;
+        product_snapshot<T>(h0, left, snapshot, 0, w, pair, true);
+        product_snapshot<T>(h1, left, snapshot, 1, w, pair, false);
+        if (pass == 0) {
+          if (head == 0) wait_kq(w, w.n / uint32_t(p.group), s_rows, it, thread);
+          w.wait_full2(kVec0);
+          w.wait_empty2(kPart0);
+        }
+        float factor[2], dot[2] = {0.f, 0.f};
+        load_rows(factor, vec, pass ? kVecE : key ? kVecK : kVecQ, row);
+        load_rows(norm, vec, key ? kVecRk : kVecRq, row);
+        if (key && pass == 0) factor[0] = -factor[0], factor[1] = -factor[1];
+        ptx::wgmma_wait<1>();
+        absorb<T>(sum, h0, 0, factor, s_rows, w.warp, w.lane, dot);  // (B8), (B9)
+        ptx::wgmma_wait();
+        w.arrive(w.empty(pair));
+        w.arrive(w.empty(pair + 1));
+        absorb<T>(sum, h1, 1, factor, s_rows, w.warp, w.lane, dot);
+        if (pass) {  // (B10) e' has no beta in it
+          load_rows(factor, vec, kVecG, row);
+          const float g_last = ptx::lds(vec + (kVecG + 63) * 4);
+          factor[0] = exp2_approx((g_last - factor[0]) * kLog2e) * norm[0];
+          factor[1] = exp2_approx((g_last - factor[1]) * kLog2e) * norm[1];
+        }
+        store_row_sums(part + (pass ? kXe : key ? kXaK : kXaQ) * 4, factor[0] * dot[0], factor[1] * dot[1], row, w.lane);
+      }
+      float(&scored)[32] = h0, (&products)[32] = h1;
+      ptx::wgmma_fence();
+      product_tokens<T>(scored, s_left, s_delta);  // (B5) J | (B6) Z
+      product_tokens<T>(products, s_rows, s_k);    // Q K^T | K K^T
+      ptx::wgmma_commit();
+      const float sign = key ? -1.f : p.scale, factor[2] = {sign * norm[0], sign * norm[1]};
+      ptx::wgmma_wait();
+      w.arrive(w.empty(kToken0 + w.n % 2));
+      forget(w.lane);
+      uint32_t operand[16];
+      scores<T>(scored, products, vec, factor, w.warp, w.lane, key, operand, part + (key ? kXkey : kXquery) * 4);
+      w.arrive(w.full(kPart0 + w.n % 2));
+      w.arrive(w.empty(kVec0 + w.n % 2));
+      forget(w.lane);
+      if (!key) w.wait_empty(kM);
+      const BlockRow rows(key ? s_x : s_m, 16 * w.warp, w.lane);
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        ptx::stmatrix_x4(rows.block(k), operand[4 * k], operand[4 * k + 1], operand[4 * k + 2], operand[4 * k + 3]);
+      uint32_t m[16];
+      if (!key) {
+        w.arrive(w.full(kM));
+      } else {
+        ptx::named_sync(3, 128);
+        // X + X^T: the lower part is in these registers, the upper one is another warp's; on the diagonal block one of the two is
+        // 0
+        const BlockColumn x_columns(s_x, 16 * w.warp, w.lane);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          uint32_t f[4];
+          ptx::ldmatrix_x4_trans(x_columns.block(k), f[0], f[1], f[2], f[3]);
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            operand[4 * k + i] = k < w.warp ? operand[4 * k + i] : k > w.warp ? f[i] : operand[4 * k + i] | f[i];
+        }
+        w.wait_full(kM);
+        const BlockColumn m_columns(s_m, 16 * w.warp, w.lane);
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          ptx::ldmatrix_x4_trans(m_columns.block(k), m[4 * k], m[4 * k + 1], m[4 * k + 2], m[4 * k + 3]);
+        w.arrive(w.empty(kM));
+        ptx::named_sync(3, 128);  // X has been read
+      }
+      ptx::wgmma_fence();
+      product_operand<T>(sum, operand, s_k);     // (B8) dP K | (B9) (X + X^T) K
+      if (key) {
+        ptx::wgmma_fence();
+        product_operand<T>(sum, m, s_q);  // (B9) dP^T Q
+      }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait();
+    }
+    forget(w.lane);
+    if (p.qk_norm) unnormalise<T>(sum, s_rows, norm, w.warp, w.lane);
+    w.arrive(w.empty(kKq));
+    store_rows(key ? p.dk : p.dq, it.token(p), it.rows, it.k_head(p), p.tokens, sum, w.warp, w.lane);
+  }
+}
+
+}  // namespace qla::cuda::chunk_grads

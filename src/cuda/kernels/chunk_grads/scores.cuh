@@ -1,0 +1,184 @@
+// What becomes of J (B5) and Z (B6) in a product warpgroup's accumulators: the 16-bit left operand, the column sums of Y' (B10)
+// and what the crossing sums of Y (B11) are made of. All sums fp32, additions only, in a fixed order.
+//
+// sum_{i>=t, j<t} Y_ij by 16 x 16 blocks, t in block b, warp w holding rows 16 w ..:
+//   blocks (w, kb) with kb < b < w lie whole inside: their sums; with w > b, kb = b: columns j < t of C_j = beta_j (column sum of
+//   Y' below the block); with w = b, kb < b: rows i >= t of the row sums; the diagonal block (b, b) itself: row prefixes, then
+//   column sums.
+// The finisher puts these together.
+#pragma once
+
+#include "cuda/formats.hpp"
+#include "cuda/kernels/chunk_grads/config.hpp"
+#include "cuda/math/exp.cuh"
+#include "cuda/math/warp.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/tile/pack.cuh"
+
+namespace qla::cuda::chunk_grads {
+
+// Lanes with this bit keep the upper half of x, the others the lower one, each summed with what the partner gives away.
+template <int Keep, int Mask, int N>
+__device__ __forceinline__ void halve(float (&x)[N], int lane) {
+#pragma unroll
+  for (int i = 0; i < Keep; i++) {
+    const float low = x[i], high = x[i + Keep];
+    x[i] = (lane & Mask ? high : low) + __shfl_xor_sync(~0u, lane & Mask ? low : high, Mask);
+  }
+}
+// 4 column values of each lane (index 2 n + c: column 8 n + 2 (lane % 4) + c of 16) summed over the warp's rows: over the lanes
+// that agree in lane % 4. Lanes 0-3, 8-11, 16-19, 24-27 store one column each.
+__device__ __forceinline__ void store_column_sums(float (&x)[4], uint32_t out, int lane) {
+  halve<2, 16>(x, lane);
+  halve<1, 8>(x, lane);
+  x[0] += __shfl_xor_sync(~0u, x[0], 4);
+  if ((lane & 4) == 0) ptx::sts(out + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2) * 4, x[0]);
+}
+
+// Sums of one warpgroup for the finisher, floats from its base in a part stage.
+inline constexpr int kSumColumn = 0;   // [4 warps][64] column sums of Y'; of warp w: columns below 16 w + 16
+inline constexpr int kSumRow = 256;    // [64] row sums of Y left of the diagonal block
+inline constexpr int kSumCross = 320;  // [64] crossing sums inside the diagonal blocks
+inline constexpr int kSumBlock = 384;  // [3] sums of the blocks (2, 0), (3, 0), (3, 1)
+static_assert(kSumFloats == 388);
+
+struct ScoreColumns {  // of this lane: 2 x 2 columns of block kb
+  float g[4], beta[4], rk[4];
+  __device__ __forceinline__ ScoreColumns(uint32_t vec, int kb, int lane) {
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const uint32_t at = vec + (16 * kb + 8 * n + lane % 4 * 2) * 4;
+      const float2 g2 = ptx::lds2(at + kVecG * 4), b2 = ptx::lds2(at + kVecBeta * 4), r2 = ptx::lds2(at + kVecRk * 4);
+      g[2 * n] = g2.x * kLog2e, g[2 * n + 1] = g2.y * kLog2e;
+      beta[2 * n] = b2.x, beta[2 * n + 1] = b2.y;
+      rk[2 * n] = r2.x, rk[2 * n + 1] = r2.y;
+    }
+  }
+};
+
+// acc: J or dR Delta^T; pair: Q K^T or K K^T of the same places. row_factor: scale rq_i, or -rk_i.
+//   operand   row_factor G acc beta_j rk_j   (dP or X, with both norms in it)
+//   Y' = row_factor G acc rk_j pair, Y = Y' beta_j, of strictly lower places; dbeta counts the diagonal too where it is kept (not
+//   Strict).
+template <typename T>
+__device__ __forceinline__ void scores(const float (&acc)[32], const float (&pair)[32], uint32_t vec,
+                                       const float (&row_factor)[2], int warp, int lane, bool strict, uint32_t (&operand)[16],
+                                       uint32_t out) {
+  const int row = 16 * warp + lane / 4;
+  const float g_row[2] = {ptx::lds(vec + (kVecG + row) * 4) * kLog2e, ptx::lds(vec + (kVecG + row + 8) * 4) * kLog2e};
+  float left[2] = {0.f, 0.f};           // row sums over the blocks left of the diagonal one
+  float diagonal[8], diagonal_pair[8];  // the warp's diagonal block of acc and pair: selected, so that its code is there once
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    diagonal[i] = warp < 2 ? (warp == 0 ? acc[i] : acc[8 + i]) : warp == 2 ? acc[16 + i] : acc[24 + i];
+    diagonal_pair[i] = warp < 2 ? (warp == 0 ? pair[i] : pair[8 + i]) : warp == 2 ? pair[16 + i] : pair[24 + i];
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i++) operand[i] = 0;
+#pragma unroll
+  for (int kb = 0; kb < 3; kb++) {
+    if (kb >= warp) break;
+    const ScoreColumns c(vec, kb, lane);
+    float column[4] = {0.f, 0.f, 0.f, 0.f}, sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int at = 8 * kb + 4 * n + 2 * h + e, j = 2 * n + e;
+          x[e] = row_factor[h] * exp2_approx(g_row[h] - c.g[j]) * (acc[at] * c.rk[j]);
+          column[j] += x[e] * pair[at];
+          x[e] *= c.beta[j];
+          sum[h] += x[e] * pair[at];
+        }
+        operand[4 * kb + 2 * n + h] = pack<T>(x[0], x[1]);
+      }
+    left[0] += sum[0];
+    left[1] += sum[1];
+    if (warp - kb >= 2) {
+      const float block = warp_sum(sum[0] + sum[1]);
+      if (lane == 0) ptx::sts(out + (kSumBlock + warp + kb - 2) * 4, block);
+    }
+    store_column_sums(column, out + (kSumColumn + 64 * warp + 16 * kb) * 4, lane);
+  }
+  left[0] = warp_sum<4>(left[0]);
+  left[1] = warp_sum<4>(left[1]);
+  if (lane % 4 == 0) {
+    ptx::sts(out + (kSumRow + row) * 4, left[0]);
+    ptx::sts(out + (kSumRow + row + 8) * 4, left[1]);
+  }
+  const ScoreColumns c(vec, warp, lane);
+  float column[4] = {0.f, 0.f, 0.f, 0.f}, cross[4] = {0.f, 0.f, 0.f, 0.f},
+        before[2] = {0.f, 0.f};  // before: sum of the row's Y in the 8 columns to the left
+  uint32_t result[4];
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int i = lane / 4 + 8 * h, t = 8 * n + lane % 4 * 2;  // within the block
+      float x[2], y[2];
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int at = 4 * n + 2 * h + e, j = 2 * n + e;
+        const bool inside = i >= t + e + int(strict);
+        const float gate = exp2_approx(inside ? g_row[h] - c.g[j] : -INFINITY);  // masked before exp
+        x[e] = row_factor[h] * gate * (diagonal[at] * c.rk[j]);
+        column[j] += x[e] * diagonal_pair[at];
+        x[e] = inside ? x[e] * c.beta[j] : 0.f;  // +0, never -0: the upper part of X + X^T is or-ed in
+        y[e] = i > t + e ? x[e] * diagonal_pair[at] : 0.f;
+      }
+      result[2 * n + h] = pack<T>(x[0], x[1]);
+      // B_it = sum_{j<t} Y_ij for this lane's two t: exclusive prefix over the quad, then over the two column blocks
+      const float both = y[0] + y[1];
+      const float o1 = __shfl_xor_sync(~0u, both, 1);
+      const float two = both + o1;
+      const float o2 = __shfl_xor_sync(~0u, two, 2);
+      float prefix = lane & 1 ? o1 : 0.f;
+      prefix += lane & 2 ? o2 : 0.f;
+      const float b0 = before[h] + prefix, b1 = b0 + y[0];
+      before[h] += two + o2;
+      cross[2 * n] += i >= t ? b0 : 0.f;
+      cross[2 * n + 1] += i >= t + 1 ? b1 : 0.f;
+    }
+#pragma unroll
+  for (int kb = 0; kb < 4; kb++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) operand[4 * kb + i] = kb == warp ? result[i] : operand[4 * kb + i];
+  store_column_sums(cross, out + (kSumCross + 16 * warp) * 4, lane);
+  store_column_sums(column, out + (kSumColumn + 64 * warp + 16 * warp) * 4, lane);
+}
+
+// The finisher's share, columns t = 2 lane and + 1: crossing sums and column sums of Y' of one warpgroup, added to cross and
+// column.
+__device__ __forceinline__ void gather_sums(uint32_t in, const float2& beta, int lane, float (&cross)[2], float (&column)[2]) {
+  const int b = lane / 8;
+  float below[2] = {0.f, 0.f};
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    if (w < b) continue;
+    const float2 x = ptx::lds2(in + (kSumColumn + 64 * w + 2 * lane) * 4);
+    column[0] += x.x;
+    column[1] += x.y;
+    if (w > b) below[0] += x.x, below[1] += x.y;
+  }
+  const float c0 = beta.x * below[0], c1 = beta.y * below[1];
+  const float2 r = ptx::lds2(in + (kSumRow + 2 * lane) * 4), inside = ptx::lds2(in + (kSumCross + 2 * lane) * 4);
+  float prefix = c0 + c1, suffix = r.x + r.y;  // over the 8 lanes of the block
+#pragma unroll
+  for (int d = 1; d < 8; d *= 2) {
+    const float lower = __shfl_up_sync(~0u, prefix, d, 8), upper = __shfl_down_sync(~0u, suffix, d, 8);
+    if (lane % 8 >= d) prefix += lower;
+    if (lane % 8 + d < 8) suffix += upper;
+  }
+  const float prefix_before = __shfl_up_sync(~0u, prefix, 1, 8), suffix_after = __shfl_down_sync(~0u, suffix, 1, 8);
+  const float p0 = lane % 8 ? prefix_before : 0.f, s1 = r.y + (lane % 8 < 7 ? suffix_after : 0.f);
+  const float t20 = ptx::lds(in + kSumBlock * 4), t30 = ptx::lds(in + (kSumBlock + 1) * 4),
+              t31 = ptx::lds(in + (kSumBlock + 2) * 4);
+  const float whole = b == 1 ? t20 + t30 : b == 2 ? t30 + t31 : 0.f;
+  cross[0] += (inside.x + p0) + ((r.x + s1) + whole);
+  cross[1] += (inside.y + (p0 + c0)) + (s1 + whole);
+}
+
+}  // namespace qla::cuda::chunk_grads
