@@ -38,8 +38,8 @@ Plan make_plan(const qla_gdn_forward_args& args, const Problem& p, const Device&
   for (const qla_tensor* t :
        {&args.saved, &args.a_gated, &args.a_inv, &args.g_cumsum, &args.q_rnorm, &args.k_rnorm, &args.h, &args.state_checkpoints})
     can.fused = can.fused && !present(*t);
-  plan.choice = plan::choose(plan::costs_for(device.multiprocessors, device.major), plan.shape, plan::make_policy(args, p.dtype),
-                             kForwardCapabilities);
+  plan.choice =
+      plan::choose(plan::costs_for(device.multiprocessors, device.major), plan.shape, plan::make_policy(args, p.dtype), can);
   plan.counts.fused = plan.choice.fused;
   plan.counts.items = plan::most_items(plan.shape, plan.choice);
   plan.counts.v_parts = plan.choice.value_splits;
