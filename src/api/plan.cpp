@@ -71,7 +71,6 @@ class Queue {
     }
     return end;
   }
-  size_t size() const { return items_.size(); }
 
  private:
   std::vector<float> items_;
@@ -79,31 +78,26 @@ class Queue {
   float longest_ = 0;
 };
 
-float predict(const DeviceCosts& costs, const Problem& problem, const Choice& choice, const std::vector<Segment>& segments,
-              int64_t chunks) {
-  const float sms = static_cast<float>(costs.num_sms), heads = static_cast<float>(problem.num_v_heads);
+float predict(const PlannedCall& planned, const plan::Shape& shape, const std::vector<Segment>& segments, int64_t chunks) {
+  const DeviceCosts& costs = planned.costs;
+  const Choice& choice = planned.choice;
+  const plan::Candidate candidate{choice.rule.segment_chunks, choice.value_splits, choice.fused};
   const bool full = static_cast<int64_t>(segments.size()) * choice.value_splits >= costs.num_sms;
-  const plan::Shape shape{};  // forward
-  const float per_chunk = plan::detail::chunk_cost(costs, shape, choice.value_splits, choice.fused, full);
-  const float state = choice.value_splits == 2 ? costs.state_half : costs.state_full;
+  const float per_chunk = plan::chunk_cost(costs, false, candidate, full);
   Queue main, pre;
   int64_t chain = 0, longest_chain = 0;
   for (const Segment& s : segments) {
-    for (int32_t part = 0; part < choice.value_splits; ++part) {
-      main.add(static_cast<float>(s.walked_chunks()) * per_chunk);
-      if (s.needs_end_state) pre.add(static_cast<float>(s.walked_chunks()) * state);
-      if (s.needs_transition) pre.add(static_cast<float>(s.num_chunks) * state);
+    for (int32_t part = 0; part < choice.value_splits; ++part) main.add(static_cast<float>(s.walked_chunks()) * per_chunk);
+    for (int32_t part = 0; part < 2; ++part) {
+      if (s.needs_end_state) pre.add(static_cast<float>(s.walked_chunks()) * costs.state_half);
+      if (s.needs_transition) pre.add(static_cast<float>(s.num_chunks) * costs.state_half);
     }
     chain = s.start == QLA_START_MERGED ? chain + 1 : 0;
     longest_chain = std::max(longest_chain, chain);
   }
-  float us = costs.fixed + costs.plan + main.makespan(costs.num_sms);
-  if (!choice.fused)
-    us += costs.launch + static_cast<float>(chunks) * heads / sms *
-                             costs.intra[problem.group() >= 4   ? 0
-                                         : problem.group() >= 2 ? 1
-                                                                : 2];
-  if (pre.size()) us += 2 * costs.launch + pre.makespan(costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;
+  float us = plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks)) + main.makespan(costs.num_sms);
+  if (candidate.segment_chunks > 0)
+    us += costs.walk_fixed + costs.merge_fixed + pre.makespan(costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;
   return us;
 }
 
@@ -152,7 +146,8 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.num_items = items;
   result.value_splits = choice.value_splits;
   result.workspace_bytes = static_cast<int64_t>(workspace_or_zero(args, problem, cuda));
-  result.predicted_us = predicting ? static_cast<double>(predict(planned.costs, problem, choice, all, total_chunks)) : 0.0;
+  result.predicted_us =
+      predicting ? static_cast<double>(predict(planned, plan::shape_of(args, problem), all, total_chunks)) : 0.0;
   result.fused = choice.fused;
   result.reserved0 = 0;
   const bool cut = items > problem.num_seqs * problem.num_v_heads;
@@ -205,7 +200,7 @@ PlannedCall planned_call(const qla_gdn_forward_args& args, const Problem& proble
   } catch (const Error&) {
     planned.device_here = false;  // plans can be looked at anywhere: an H200's row stands in
   }
-  planned.choice = plan::choose(planned.costs, plan::shape_of(args, problem), policy, cuda::kForwardCapabilities);
+  planned.choice = plan::choose(planned.costs, plan::shape_of(args, problem), policy, cuda::forward_capabilities(args));
   planned.why = plan::reason_text(planned.choice.reason);
   return planned;
 }

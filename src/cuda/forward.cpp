@@ -33,13 +33,8 @@ struct Plan {
 Plan make_plan(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
   Plan plan;
   plan.shape = plan::shape_of(args, p);
-  plan::Capabilities can = kForwardCapabilities;
-  // The fused form leaves nothing of the intra-chunk stage in memory and stores no states on the way.
-  for (const qla_tensor* t :
-       {&args.saved, &args.a_gated, &args.a_inv, &args.g_cumsum, &args.q_rnorm, &args.k_rnorm, &args.h, &args.state_checkpoints})
-    can.fused = can.fused && !present(*t);
-  plan.choice =
-      plan::choose(plan::costs_for(device.multiprocessors, device.major), plan.shape, plan::make_policy(args, p.dtype), can);
+  plan.choice = plan::choose(plan::costs_for(device.multiprocessors, device.major), plan.shape, plan::make_policy(args, p.dtype),
+                             forward_capabilities(args));
   plan.counts.fused = plan.choice.fused;
   plan.counts.items = plan::most_items(plan.shape, plan.choice);
   plan.counts.v_parts = plan.choice.value_splits;

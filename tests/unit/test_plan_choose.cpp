@@ -36,14 +36,15 @@ TEST(Choose, GoldenH200) {
     return text(choose(kH200, shape_of_row(tokens, seqs, k_heads, v_heads), Policy{}, Capabilities{}));
   };
   EXPECT_EQ(row(32768, 1, 2, 8), "L32");
-  EXPECT_EQ(row(16384, 1, 2, 8), "L32 halves");
+  EXPECT_EQ(row(16384, 1, 2, 8), "L16");
   EXPECT_EQ(row(4096, 1, 2, 8), "L8 halves");
   EXPECT_EQ(row(32768, 1, 4, 16), "L64");
-  EXPECT_EQ(row(32768, 1, 8, 32), "L64");
+  EXPECT_EQ(row(32768, 1, 8, 32), "L128");
   EXPECT_EQ(row(2048, 1, 8, 32), "L0 halves");
   EXPECT_EQ(row(32768, 1, 16, 64), "L0 halves");
-  EXPECT_EQ(row(32768, 2, 16, 64), "L0 fused");
+  EXPECT_EQ(row(32768, 2, 2, 8), "L32");
   EXPECT_EQ(row(32768, 8, 16, 64), "L0 fused");
+  EXPECT_EQ(row(32768, 4, 8, 32), "L0 fused");
   EXPECT_EQ(row(64, 1, 1, 1), "L0 fused");
   EXPECT_EQ(row(0, 1, 1, 1), "L0 fused");
   EXPECT_EQ(row(0, 0, 1, 1), "L0 fused");
@@ -88,6 +89,41 @@ TEST(Choose, UnknownDeviceHasPositiveCosts) {
   EXPECT_GT(costs.fused, kH200.fused);
   EXPECT_EQ(costs_for(60, 9).fused, kH200.fused);
   EXPECT_EQ(costs_for(60, 9).num_sms, 60);
+}
+
+// What a packing may hold: equal sequences or one long one; the supposed chunks are about the real number, and weights add to 1.
+TEST(Choose, ProfilesCoverThePacking) {
+  for (int64_t seqs : {1, 2, 3, 4, 9, 1000}) {
+    for (bool equal : {false, true}) {
+      Shape shape = shape_of_row(32768, seqs, 1, 4);
+      shape.equal_lengths = equal;
+      const Profiles profiles = profiles_of(shape);
+      float weights = 0;
+      for (int32_t i = 0; i < profiles.count; ++i) {
+        int64_t chunks = 0, count = 0;
+        for (int32_t k = 0; k < profiles.all[i].num_kinds; ++k) {
+          chunks += profiles.all[i].kinds[k].count * profiles.all[i].kinds[k].chunks;
+          count += profiles.all[i].kinds[k].count;
+        }
+        EXPECT_EQ(count, seqs);
+        EXPECT_GE(chunks, 512);
+        EXPECT_LE(chunks, 512 + seqs);
+        weights += profiles.all[i].weight;
+      }
+      EXPECT_FLOAT_EQ(weights, 1.0f);
+      EXPECT_EQ(profiles.count, equal || seqs == 1 ? 1 : 2);
+    }
+  }
+}
+
+// The model alone: a cut long sequence with few heads beats an uncut one, equal sequences on a full card are better left alone.
+TEST(Choose, ModelOrdersTheObvious) {
+  const Profile one{{{1, 512}, {0, 0}}, 1, 1.0f}, eight{{{8, 64}, {0, 0}}, 1, 1.0f};
+  Shape shape = shape_of_row(32768, 1, 2, 8);
+  EXPECT_LT(estimate(kH200, shape, {}, one, {32, 1, false}), 0.3f * estimate(kH200, shape, {}, one, {0, 1, false}));
+  shape = shape_of_row(32768, 8, 16, 64);
+  EXPECT_LT(estimate(kH200, shape, {}, eight, {0, 1, false}), estimate(kH200, shape, {}, eight, {32, 1, false}));
+  EXPECT_LT(estimate(kH200, shape, {}, eight, {0, 1, true}), estimate(kH200, shape, {}, eight, {0, 1, false}));
 }
 
 // CPU plans are functions of shapes: there is no thread count to pass.

@@ -1,0 +1,125 @@
+// The cost model: predicted microseconds of a call from lengths that are assumed (choose.hpp) or given (qla_gdn_plan).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/problem.hpp"
+#include "plan/costs.hpp"
+#include "plan/policy.hpp"
+
+namespace qla::plan {
+
+inline constexpr int64_t kAssumedWarmup = 4;        // chunks, g = logsigmoid(N(0, 1)) / 16
+inline constexpr float kAssumedExactShare = 0.25f;  // of the value heads: a trained gate is 0 in about so many
+
+struct Shape {
+  int64_t total_tokens = 0, num_seqs = 0, num_v_heads = 1, group = 1;
+  bool equal_lengths = true;  // dense: every sequence has total_tokens / num_seqs tokens
+  bool may_cut = true;        // false: a state pool is updated in place, or only one segment is possible
+  bool backward = false;
+
+  int64_t seqs() const { return std::max<int64_t>(1, num_seqs); }
+  int64_t total_chunks() const { return ceil_div(total_tokens, kChunkTokens); }
+};
+
+template <typename Args>  // of a validated call; the backends and qla_gdn_plan all begin here
+Shape shape_of(const Args& args, const Problem& problem) {
+  Shape shape;
+  shape.total_tokens = problem.total_tokens();
+  shape.num_seqs = problem.num_seqs;
+  shape.num_v_heads = problem.num_v_heads;
+  shape.group = problem.group();
+  shape.equal_lengths = !problem.varlen;
+  if constexpr (requires { args.d_o; }) shape.backward = true;
+  if constexpr (requires { args.state_indices; }) shape.may_cut = args.state_indices.data == nullptr;
+  return shape;
+}
+
+// How the host supposes that a call's tokens are shared out: up to two kinds of sequences.
+struct Profile {
+  struct Kind {
+    int64_t count, chunks;
+  } kinds[2];
+  int32_t num_kinds;
+  float weight;
+};
+
+struct Candidate {
+  int64_t segment_chunks;  // 0: no cut
+  int32_t splits;          // of V
+  bool fused;
+};
+
+// Microseconds of one chunk of one item of the main pass.
+inline float chunk_cost(const DeviceCosts& costs, bool backward, const Candidate& c, bool card_full) {
+  if (backward) return (c.splits == 2 ? 1.0f : 1.6f) * (costs.reverse_half + (card_full ? costs.state_half : 0.0f));
+  if (c.fused) return costs.fused;
+  if (c.splits == 2) return card_full ? costs.main_half : costs.main_half_quiet;
+  return card_full ? costs.main_full : costs.main_full_quiet;
+}
+
+// All that is no walk along the sequences.
+inline float parallel_cost(const DeviceCosts& costs, const Shape& shape, const Candidate& c, float chunks) {
+  const float share = chunks * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms);
+  float us = costs.plan + costs.walk_fixed;
+  if (!c.fused) us += costs.intra_fixed + share * costs.intra[shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2];
+  if (shape.backward) us += costs.intra_fixed + share * costs.grads;
+  if (c.segment_chunks > 0) us += costs.cut_fixed;
+  return us;
+}
+
+// Items over a device's multiprocessors, longest first: equal ones take whole rounds while these are few, else the queue evens
+// them out.
+struct Load {
+  float items = 0, total = 0, longest = 0;
+
+  void add(float count, float each) {
+    items += count, total += count * each;
+    longest = std::max(longest, count > 0 ? each : 0.0f);
+  }
+  float makespan(float sms) const {
+    if (items <= sms) return longest;
+    const bool equal = total > 0.999f * items * longest;
+    const float rounds = items / sms;
+    if (equal && rounds <= 3.0f) return static_cast<float>(static_cast<int64_t>(rounds + 0.9999f)) * longest;
+    return std::max(longest, total / sms + 0.3f * longest);
+  }
+};
+
+inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile,
+                      const Candidate& c) {
+  const float sms = static_cast<float>(costs.num_sms), heads = static_cast<float>(shape.num_v_heads);
+  const float splits = static_cast<float>(c.splits);
+  const bool exact_only = policy.mode == QLA_CP_EXACT;
+  const float exact_heads = exact_only ? heads : static_cast<float>(static_cast<int64_t>(heads * kAssumedExactShare + 0.5f));
+  Load main, pre;
+  float chunks = 0;
+  int64_t longest_chain = 0;
+  for (int32_t i = 0; i < profile.num_kinds; ++i) {
+    const Profile::Kind& kind = profile.kinds[i];
+    const float count = static_cast<float>(kind.count);
+    chunks += count * static_cast<float>(kind.chunks);
+    const int64_t pieces = c.segment_chunks > 0 ? std::max<int64_t>(1, ceil_div(kind.chunks, c.segment_chunks)) : 1;
+    const float length = static_cast<float>(ceil_div(kind.chunks, pieces));
+    if (pieces == 1) {
+      main.add(count * heads * splits, length);
+      continue;
+    }
+    const float later = static_cast<float>(pieces - 1);
+    main.add(count * heads * splits, length);
+    main.add(count * exact_heads * splits * later, length);
+    main.add(count * (heads - exact_heads) * splits * later, length + static_cast<float>(kAssumedWarmup));
+    // S_ext of all segments but the last, M of all but the first and the last; always in halves of V.
+    pre.add(count * exact_heads * 2.0f * (2.0f * later - 1.0f), length);
+    if (exact_heads > 0) longest_chain = std::max(longest_chain, pieces - 1);
+  }
+  float us =
+      parallel_cost(costs, shape, c, chunks) + main.makespan(sms) * chunk_cost(costs, shape.backward, c, main.items >= sms);
+  if (c.segment_chunks > 0)  // the launches come whether or not a head needs them
+    us += costs.walk_fixed + costs.merge_fixed + pre.makespan(sms) * costs.state_half +
+          static_cast<float>(longest_chain) * costs.merge;
+  return us;
+}
+
+}  // namespace qla::plan
