@@ -350,7 +350,20 @@ def backward(
     """inputs: the first ten of forward's. -> gradients in the order of GRAD_INPUTS, None where not asked for. max_bytes: workspace to
     stay under as far as the library can (0: the default)."""
     global _run_backward
-    key: Any = (options, needs, _sig(saved), _sig(d_o), _sig(d_final), *map(_sig, inputs))
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0 = inputs
+    assert q is not None and k is not None and v is not None and beta is not None
+    key: Any = (
+        options, needs, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
+        v.device, beta.shape, beta.stride(), beta.dtype, beta.device,
+        None if g is None else (g.shape, g.stride(), g.dtype, g.device),
+        None if h0 is None else (h0.shape, h0.stride(), h0.dtype, h0.device),
+        None if d_o is None else (d_o.shape, d_o.stride(), d_o.dtype, d_o.device),
+        None if d_final is None else (d_final.shape, d_final.stride(), d_final.dtype, d_final.device),
+        None if cu is None else (cu.shape, cu.stride(), cu.dtype, cu.device),
+        None if saved is None else (saved.shape, saved.device),
+    )  # fmt: skip
+    if a_log is not None or dt_bias is not None or has_h0 is not None:
+        key = (key, _sig(a_log), _sig(dt_bias), _sig(has_h0))
     entry = _backward_entries.get(key)
     if entry is None:
         entry = _backward_entry(inputs, saved, d_o, d_final, needs, options)
@@ -369,8 +382,6 @@ def backward(
     for at, x in ((_B_SAVED, saved), (_B_DO, d_o), (_B_DHT, d_final)):
         if x is not None:
             words[at] = x.data_ptr() or DUMMY
-    q = inputs[0]
-    assert q is not None
     if entry.cuda >= 0:
         pointers = [words[_B_IN[0]], words[_B_IN[1]], words[_B_IN[2]], words[_B_DO]]
         if (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15:

@@ -66,12 +66,12 @@ def _unknown(kwargs: dict[str, Any], state_v_first: bool) -> bool:
 class _Prepared:
     """A call after everything that needs no library: what the operators take."""
 
-    __slots__ = ("inputs", "options", "want_final", "grad", "out", "checkpoints", "every", "max_bytes")
+    __slots__ = ("inputs", "options", "want_final", "needs", "out", "checkpoints", "every", "max_bytes")
 
     inputs: _args.Inputs
     options: _args.Options
     want_final: bool
-    grad: bool
+    needs: int
     out: Tensor | None
     checkpoints: Tensor | None
     every: int
@@ -144,12 +144,12 @@ def _prepare(
     call.inputs = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, has_initial_state, state_indices)
     call.options = (None if scale is None else float(scale), flags, cp_mode, segment_chunks, None)
     call.want_final = bool(output_final_state)
-    call.grad = ops.needs_grad(call.inputs)
+    call.needs = ops.needs_grad(call.inputs)
     call.out, call.checkpoints, call.every = out, state_checkpoints, checkpoint_every_n_tokens
     if backward_mib is not None and backward_mib < 0:
         raise ValueError(f"backward_mib: expected 0 (as little as possible) or more MiB, got {backward_mib}; None is the default")
     call.max_bytes = 0 if backward_mib is None else max(1, int(backward_mib) << 20)
-    if call.grad:
+    if call.needs:
         for name, given in (("out", out), ("state_indices", state_indices), ("state_checkpoints", state_checkpoints)):
             if given is not None:
                 raise ValueError(
@@ -239,7 +239,7 @@ def chunk_gated_delta_rule(
         out, state_indices, has_initial_state, checkpoint_every_n_tokens, state_checkpoints, backward_mib, kwargs,
     )  # fmt: skip
     if out is None and state_indices is None and state_checkpoints is None and not checkpoint_every_n_tokens:
-        return ops.gdn_forward(call.inputs, call.options, call.want_final, call.grad, call.max_bytes)
+        return ops.gdn_forward(call.inputs, call.options, call.want_final, call.needs, call.max_bytes)
     if out is None:
         out = torch.empty(call.inputs[2].shape, dtype=call.inputs[0].dtype, device=call.inputs[2].device)  # type: ignore[union-attr]
     final = ops.gdn_forward_into(call.inputs, call.options, call.want_final, out, call.checkpoints, call.every)
@@ -272,7 +272,7 @@ def _implementable(args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bo
         raise ValueError(
             "out, state_indices, state_checkpoints: expected none of them when gradients are needed, got one, which has no gradient; leave it out"
         )
-    needs = ops._all_needs(call.inputs[:10]) if needs_grad or call.grad else 0
+    needs = ops._all_needs(call.inputs[:10]) if needs_grad or call.needs else 0
     if not serving:
         return _call.check_forward(call.inputs, call.options, call.want_final, needs)
     out = call.out

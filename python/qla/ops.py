@@ -211,27 +211,40 @@ for _name in ("gdn_forward", "gdn_backward"):
     torch.library.register_vmap(f"qla::{_name}", _refuse_vmap, lib=library)
 
 
+# bit of the gradient that belongs to each of the ten inputs
+_BIT = {j: 1 << i for i, j in enumerate(_args.GRAD_INPUTS)}
+
+
 class _Eager(torch.autograd.Function):
-    """The gradient node of a plain eager call: what the operators do, without the dispatcher."""
+    """The gradient node of a plain eager call: what the operators do, without the dispatcher. Takes only the inputs that are there
+    (positions says which): each argument costs."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        inputs, (options, want_final, max_bytes) = args[:_NUM_INPUTS], args[_NUM_INPUTS:]
-        o, final, saved = _call.forward((*inputs, None), options, want_final, True, _needs(ctx.needs_input_grad))
+    def forward(ctx: Any, call: tuple[Any, ...], *present: Tensor) -> Any:
+        positions, options, want_final, needs, _ = call
+        inputs: list[Tensor | None] = [None] * 11
+        for j, x in zip(positions, present):
+            inputs[j] = x
+        o, final, saved = _call.forward(tuple(inputs), options, want_final, True, needs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, saved)
-        ctx.options = options
-        ctx.max_bytes = max_bytes
+        ctx.save_for_backward(*present, saved)
+        ctx.call = call
         return o, final
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise NotImplementedError(DOUBLE_BACKWARD)
-        *inputs, saved = ctx.saved_tensors
-        grads = _call.backward(tuple(inputs), saved, d_o, d_final, _needs(ctx.needs_input_grad), ctx.options, ctx.max_bytes)
-        dq, dk, dv, dg, dbeta, dh0, da_log, ddt_bias = grads
-        return dq, dk, dv, dg, dbeta, dh0, None, da_log, ddt_bias, None, None, None, None
+        positions, options, _, needs, max_bytes = ctx.call
+        *present, saved = ctx.saved_tensors
+        inputs: list[Tensor | None] = [None] * _NUM_INPUTS
+        for j, x in zip(positions, present):
+            inputs[j] = x
+        dq, dk, dv, dg, dbeta, dh0, da_log, ddt_bias = _call.backward(
+            tuple(inputs), saved, d_o, d_final, needs, options, max_bytes
+        )
+        grads = (dq, dk, dv, dg, dbeta, dh0, None, da_log, ddt_bias, None)
+        return None, *[grads[j] for j in positions]
 
 
 class _Transformed(torch.autograd.Function):
@@ -275,17 +288,18 @@ class _TransformedBackward(torch.autograd.Function):
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def needs_grad(inputs: Inputs) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    try:
-        for j in _args.GRAD_INPUTS:
-            x = inputs[j]
-            if x is not None and x.requires_grad:
-                return True
-    except AttributeError:  # not a tensor: the checks say which
-        pass
-    return False
+def needs_grad(inputs: Inputs) -> int:
+    """Bits of the gradients that a backward would be asked for; 0: none."""
+    needs = 0
+    if torch.is_grad_enabled():
+        try:
+            for j, bit in _BIT.items():
+                x = inputs[j]
+                if x is not None and x.requires_grad:
+                    needs |= bit
+        except AttributeError:  # not a tensor: the checks say which
+            return 0
+    return needs
 
 
 def _plain_eager(inputs: Inputs) -> bool:
@@ -297,17 +311,18 @@ def _plain_eager(inputs: Inputs) -> bool:
 
 
 def gdn_forward(
-    inputs: Inputs, options: Options, want_final: bool, grad: bool, max_bytes: int = 0
+    inputs: Inputs, options: Options, want_final: bool, needs: int, max_bytes: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """inputs: the ten of _COMMON's order and None for state_indices. -> (o, final_state or None)."""
+    """inputs: the ten of _COMMON's order and None for state_indices; needs: of needs_grad. -> (o, final_state or None)."""
     if not torch.compiler.is_compiling() and _plain_eager(inputs):
-        if grad:
-            return _Eager.apply(*inputs[:_NUM_INPUTS], options, want_final, max_bytes)
+        if needs:
+            positions = [j for j in range(_NUM_INPUTS) if inputs[j] is not None]
+            return _Eager.apply((positions, options, want_final, needs, max_bytes), *[inputs[j] for j in positions])
         o, final, _ = _call.forward(inputs, options, want_final)
         return o, final
     transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
     operator = _Transformed.apply if transformed else torch.ops.qla.gdn_forward
-    o, final, _ = operator(*inputs[:_NUM_INPUTS], *options, want_final, grad, max_bytes)
+    o, final, _ = operator(*inputs[:_NUM_INPUTS], *options, want_final, needs != 0, max_bytes)
     return o, final if want_final else None
 
 
