@@ -27,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only rows whose 'pass model lengths Hk,Hv' contains every one of these comma-separated words, e.g. '1x,2:8'",
     )
     gpu.add_argument("--table", type=Path, help="the peers' table (default bench/peers_h200.csv of the source tree)")
-    gpu.add_argument("--budget", type=float, default=0.06, help="GPU seconds of replays for a row (default 0.06)")
+    gpu.add_argument(
+        "--budget",
+        type=float,
+        default=0.1,
+        help="seconds of timed replays for a row, after 25 ms that are not timed (default 0.1)",
+    )
     gpu.add_argument(
         "--peers",
         default="auto",

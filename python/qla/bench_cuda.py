@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qla.bench import JsonLines, markdown
-from qla.bench_grid import Clock, Row, boundaries, find_table, floors_ms, make_inputs, prepare, read_rows, replay_ms
+from qla.bench_grid import Row, boundaries, find_table, floors_ms, make_inputs, prepare, read_rows, replay_ms
 from qla.progress import Bar
 
 PEERS = ("flash_qla", "flashinfer", "fla")
@@ -149,7 +149,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def measure_row(row: Row, call: Callable[..., Any], budget: float, clock: Clock, multiprocessors: int) -> dict[str, Any]:
+def measure_row(row: Row, call: Callable[..., Any], budget: float, multiprocessors: int) -> dict[str, Any]:
     tensor, moved = floors_ms(row, multiprocessors)
     out: dict[str, Any] = {
         "pass": row.direction,
@@ -164,7 +164,7 @@ def measure_row(row: Row, call: Callable[..., Any], budget: float, clock: Clock,
         "known": row.known,
     }
     try:
-        ms, spread, count, mhz = replay_ms(prepare(row, call), budget, clock)
+        ms, spread, count, mhz = replay_ms(prepare(row, call), budget)
     except NotImplementedError as error:
         return {**out, "error": str(error)}
     out.update(ours_ms=ms, spread=spread, replays=count, sm_mhz=mhz, tensor_share=100 * tensor / ms, byte_share=100 * moved / ms)
@@ -180,7 +180,7 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
     rows = read_rows(find_table(args.table), args.direction, args.rows)
     device = torch.cuda.get_device_properties(0)
-    clock, call = Clock(), our_call()
+    call = our_call()
     wanted = [] if args.peers == "none" else list(PEERS) if args.peers == "auto" else args.peers.split(",")
     peers = [p for p in wanted if p != "flash_qla" or args.flash_qla_path]
     measured: dict[str, dict[str, float]] = {}
@@ -197,7 +197,7 @@ def main(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     with Bar(len(rows), "bench", 5) as bar:
         for number, row in enumerate(rows, 1):
-            out = measure_row(row, call, args.budget, clock, device.multi_processor_count)
+            out = measure_row(row, call, args.budget, device.multi_processor_count)
             for name, times in measured.items():
                 if row.label() in times:
                     out["known"] = {**out["known"], name: times[row.label()]}

@@ -53,7 +53,7 @@ def peer_main(peer: str, path: str, table: str, direction: str, words: str, budg
     print(json.dumps({"what": what}), flush=True)
     for row in read_rows(Path(table), direction, words or None):
         try:
-            ms, *_ = replay_ms(prepare(row, call, arguments), float(budget), None)
+            ms, *_ = replay_ms(prepare(row, call, arguments), float(budget))
             print(json.dumps({"label": row.label(), "ms": ms}), flush=True)
         except Exception as error:  # a peer that refuses a row is no reason to lose the others
             print(f"{row.label()}: {error}", file=sys.stderr)

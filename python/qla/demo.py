@@ -127,17 +127,23 @@ def pick_device(wanted: str) -> tuple[str, str]:
     return "cpu", f"the GPU cannot train with our kernels: {reason}"
 
 
+def precision(device: str) -> Any:
+    """fp32 on the CPU, where the two loss curves must agree; bf16 on a GPU, whose kernels take 16-bit tensors."""
+    import torch
+
+    return torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda")
+
+
 def train(run: Run, model: Any, source: Iterator[Any], steps: int, device: str, bar: Any) -> None:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    autocast = torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda")
     for step in range(steps):
         for group in optimizer.param_groups:  # a short warm-up, then a cosine to a tenth
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / max(steps, 300)))
         ids = next(source).to(device=device, dtype=torch.long)
         start = time.perf_counter()
-        with autocast:
+        with precision(device):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -236,11 +242,11 @@ def main(args: argparse.Namespace) -> int:
     before: list[dict[str, Any]] = []
     probe = next(batches(corpus, args.batch, args.length, args.seed + 1)).to(device=device, dtype=torch.long)
     with our_operator():
-        with torch.no_grad(), captured_calls(before):
+        with torch.no_grad(), precision(device), captured_calls(before):
             model(input_ids=probe, use_cache=False)
         with Bar(args.steps, "qla") as bar:
             train(ours, model, source, args.steps, device, bar)
-        with torch.no_grad(), captured_calls(calls):
+        with torch.no_grad(), precision(device), captured_calls(calls):
             model(input_ids=probe, use_cache=False)
         operator_ours = operator_ms(calls[0])
     operator_theirs = operator_ms(calls[0])
