@@ -131,23 +131,6 @@ segments::Args plan_args(const qla_gdn_forward_args& args, const Problem& p, con
   return a;
 }
 
-segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan) {
-  segments::CutArgs a{};
-  a.plan = plan_args(args, p, b, plan);
-  a.rule = plan.choice.rule;
-  a.decay = b.decay;
-  a.need_bases = present(args.h) || present(args.state_checkpoints);
-  a.most_states = int32_t(plan.counts.end_states);
-  a.most_units = int32_t(plan.counts.units);
-  a.units = b.units;
-  a.pre_v_parts = int32_t(plan.counts.pre_v_parts);
-  a.pre_header = b.pre_header;
-  a.pre_items = b.pre_items;
-  a.chains = b.chains;
-  a.transitions = b.transitions;
-  return a;
-}
-
 // Items a q/k head. Fewer value heads an item repeat K [K;Q]^T but fill the card sooner: rounds of CTAs times microseconds of an
 // item.
 int32_t intra_parts(const Problem& p, const Device& device) {
@@ -163,6 +146,26 @@ int32_t intra_parts(const Problem& p, const Device& device) {
     best_us = us;
   }
   return int32_t(best);
+}
+
+segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan,
+                           const Device& device) {
+  segments::CutArgs a{};
+  a.plan = plan_args(args, p, b, plan);
+  a.rule = plan.choice.rule;
+  a.decay = b.decay;
+  const int64_t intra_ctas = p.chunk_slots() * p.num_k_heads * intra_parts(p, device);
+  a.rehearse = intra_ctas <= 2 * device.multiprocessors || intra_ctas > int64_t(intra::kCtasPerSm) * device.multiprocessors;
+  a.need_bases = present(args.h) || present(args.state_checkpoints);
+  a.most_states = int32_t(plan.counts.end_states);
+  a.most_units = int32_t(plan.counts.units);
+  a.units = b.units;
+  a.pre_v_parts = int32_t(plan.counts.pre_v_parts);
+  a.pre_header = b.pre_header;
+  a.pre_items = b.pre_items;
+  a.chains = b.chains;
+  a.transitions = b.transitions;
+  return a;
 }
 
 intra::Args intra_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Device& device) {
@@ -328,7 +331,7 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
   }
   const ForwardParams params = forward_params(args, p, b, plan);
   if (plan.counts.cut) {
-    segments::CutArgs cut = cut_args(args, p, b, plan);
+    segments::CutArgs cut = cut_args(args, p, b, plan, device);
     check_cuda(segments::launch_cut(cut, stream), "cut_items");
     if (plan.counts.end_states > 0) {
       launch_forward(pre_pass_params(params, b, plan), device.multiprocessors, stream);

@@ -358,6 +358,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   if (tid == 0) {
     ptx::mbarrier_init(bar, 1);
     ptx::mbarrier_init_fence();
+    ptx::tensor_prefetch_map(&map_k);
+    if (WithPg) ptx::tensor_prefetch_map(&map_q);
   }
   for (int i = tid; i < tril::kExBytes / 16; i += kThreads) ptx::sts4u(smem + kSmemEx + 16 * i, 0, 0, 0, 0);
   ptx::proxy_fence();

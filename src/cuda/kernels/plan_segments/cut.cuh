@@ -12,7 +12,7 @@
 
 namespace qla::cuda::segments {
 
-inline constexpr int kCutThreads = 512, kStagedUnits = 1024;
+inline constexpr int kCutThreads = 256, kStagedUnits = 1024;
 
 struct Unit {
   float sum;      // of ghat over the segment
@@ -239,19 +239,20 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   const bool one_round = jobs <= kCutThreads;
   Cutter cutter{a, s, a.staged ? s_decay : a.decay, nullptr, 0};
   Unit* all_units = a.most_units <= kStagedUnits ? s.units : reinterpret_cast<Unit*>(a.units);
+  bool long_enough = false;
+  for (int32_t n = threadIdx.x; n < int32_t(a.plan.num_seqs); n += kCutThreads)
+    long_enough |= span_of(a.plan, n).chunks() > a.rule.segment_chunks;
+  if (!__syncthreads_or(long_enough)) {  // nothing to cut: the items of plan_segments stand
+    ptx::grid_dependency_launch();
+    ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
+    if (threadIdx.x == 0) *a.pre_header = PlanHeader{};
+    return;
+  }
   // the rehearsal needs all of it in shared memory
-  const bool rehearse = one_round && a.staged && a.most_units <= kStagedUnits;
+  const bool rehearse = a.rehearse && one_round && a.staged && a.most_units <= kStagedUnits;
   if (rehearse)
     for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = -1.f;
-  if (one_round) {  // nothing long enough to cut: the items of plan_segments stand
-    cutter.begin_round(0, jobs, all_units, 0);
-    if (cutter.num_units == jobs) {
-      ptx::grid_dependency_launch();
-      ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
-      if (threadIdx.x == 0) *a.pre_header = PlanHeader{};
-      return;
-    }
-  }
+  if (one_round) cutter.begin_round(0, jobs, all_units, 0);
 #pragma unroll 1
   for (int run = rehearse ? 0 : 1; run < 2; run++) {
     if (run == 1) {

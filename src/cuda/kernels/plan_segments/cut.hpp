@@ -13,11 +13,12 @@ struct CutArgs {
   qla::plan::CutRule rule;
   const float* decay;   // [slot][HV] of chunk_intra
   int32_t staged;       // 1: decay fits in shared memory
+  int32_t rehearse;     // 1: the intra-chunk stage leaves room for this CTA, or ends in several rounds
   int32_t need_bases;   // 1: chunk_base and checkpoint_base are used
   int32_t most_states;  // entries of S_ext; those of M follow
   int32_t most_units;   // bound on segments over all heads
   void* units;          // scratch, kUnitBytes each; unused where few
-  int32_t pre_v_parts;     // V-split of the pre-pass
+  int32_t pre_v_parts;  // V-split of the pre-pass
   PlanHeader* pre_header;
   WorkItem* pre_items;
   MergeChain* chains;
