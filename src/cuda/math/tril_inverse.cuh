@@ -45,8 +45,8 @@ __device__ __forceinline__ uint32_t tile_lane(int lane) {
 // z: a 16 x 16 accumulator block [j][i]; to rows i, columns j of block (b, w) of the tile
 template <typename T, bool Spread = false>
 __device__ __forceinline__ void put_tile(uint32_t tile, const float* z, int b, int w, int lane) {
-  ptx::stmatrix_x4_trans(tile + tile_block<Spread>(b, w) + tile_lane(lane), pack<T>(z[0], z[1]), pack<T>(z[2], z[3]), pack<T>(z[4], z[5]),
-                         pack<T>(z[6], z[7]));
+  ptx::stmatrix_x4_trans(tile + tile_block<Spread>(b, w) + tile_lane(lane), pack<T>(z[0], z[1]), pack<T>(z[2], z[3]),
+                         pack<T>(z[4], z[5]), pack<T>(z[6], z[7]));
 }
 // the same to rows n0 + i, k = k0 + j of an exchange region, in fp16
 __device__ __forceinline__ void put_exchange(uint32_t region, const float* z, int n0, int k0, int lane) {

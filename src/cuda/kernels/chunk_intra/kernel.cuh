@@ -262,21 +262,48 @@ __device__ __forceinline__ void row_gates(const Head& x, float2& c_j, float2& be
   beta_j = make_float2(ptx::lds(at + 256), ptx::lds(at + 256 + 32));
 }
 
-// Gates, Pg and the diagonal inverses. Warps 2 and 3, which have fewer blocks, do the four substitutions, two at a time.
-template <typename T, int W, bool Gated, int Regs>
-__device__ __forceinline__ void gate_and_diagonals(const float (&acc)[Regs], const Head& x) {
-  float2 c_j{}, beta_j;
-  row_gates<W, Gated>(x, c_j, beta_j);
-  float e[8], u[8];
-  gate_block<W, Gated>(acc, u, e, x, c_j, beta_j);
+// Gates, Pg and the diagonal inverses, in two steps with a barrier between. Warps 2 and 3, which have fewer blocks, do the four
+// substitutions, two at a time.
+struct Diagonal {  // of a warp, from the first step to the second
+  float2 c_j, beta_j;
+  float e[8];
+};
+template <int W, bool Gated, int Regs>
+__device__ __forceinline__ void gate_diagonal(const float (&acc)[Regs], const Head& x, Diagonal& d) {
+  row_gates<W, Gated>(x, d.c_j, d.beta_j);
+  float u[8];
+  gate_block<W, Gated>(acc, u, d.e, x, d.c_j, d.beta_j);
   tril::put_u_diagonal(x.smem + kSmemU, u, W, x.lane);
-  if (W == 0 && x.lane == 0) ptx::bulk_wait_read();  // the tiles of the head before have left
-  ptx::named_sync(1, kThreads);
-  if constexpr (Regs == 64) put_pg<T, W, W>(acc + 32, e, x);
-  if constexpr (W == 0) block<T, 1, W, Gated>(acc, x, c_j, beta_j);
-  if constexpr (W < 2) block<T, 2, W, Gated>(acc, x, c_j, beta_j);
-  if constexpr (W < 3) block<T, 3, W, Gated>(acc, x, c_j, beta_j);
+}
+template <typename T, int W, bool Gated, int Regs>
+__device__ __forceinline__ void gate_rest(const float (&acc)[Regs], const Head& x, const Diagonal& d) {
+  if constexpr (Regs == 64) put_pg<T, W, W>(acc + 32, d.e, x);
+  if constexpr (W == 0) block<T, 1, W, Gated>(acc, x, d.c_j, d.beta_j);
+  if constexpr (W < 2) block<T, 2, W, Gated>(acc, x, d.c_j, d.beta_j);
+  if constexpr (W < 3) block<T, 3, W, Gated>(acc, x, d.c_j, d.beta_j);
   if constexpr (W >= 2) tril::diagonal_inverses<T>(x.smem + kSmemAbar, x.smem + kSmemEx, x.smem + kSmemU, W - 2, x.lane);
+}
+template <typename T, bool Gated, int Regs>
+__device__ __forceinline__ void gate_and_diagonals(const float (&acc)[Regs], const Head& x, int warp) {
+  Diagonal d{};
+  if (warp == 0)
+    gate_diagonal<0, Gated>(acc, x, d);
+  else if (warp == 1)
+    gate_diagonal<1, Gated>(acc, x, d);
+  else if (warp == 2)
+    gate_diagonal<2, Gated>(acc, x, d);
+  else
+    gate_diagonal<3, Gated>(acc, x, d);
+  if (warp == 0 && x.lane == 0) ptx::bulk_wait_read();  // the tiles of the head before have left
+  ptx::named_sync(1, kThreads);
+  if (warp == 0)
+    gate_rest<T, 0, Gated>(acc, x, d);
+  else if (warp == 1)
+    gate_rest<T, 1, Gated>(acc, x, d);
+  else if (warp == 2)
+    gate_rest<T, 2, Gated>(acc, x, d);
+  else
+    gate_rest<T, 3, Gated>(acc, x, d);
   ptx::proxy_fence();
   ptx::named_sync(2, kThreads);
 }
@@ -452,14 +479,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       int opaque = lane;
       asm volatile("" : "+r"(opaque));
       const Head x{smem + kSmemVec + head * 512, smem, opaque};
-      if (warp == 0)
-        gate_and_diagonals<T, 0, Gated>(acc, x);
-      else if (warp == 1)
-        gate_and_diagonals<T, 1, Gated>(acc, x);
-      else if (warp == 2)
-        gate_and_diagonals<T, 2, Gated>(acc, x);
-      else
-        gate_and_diagonals<T, 3, Gated>(acc, x);
+      gate_and_diagonals<T, Gated>(acc, x, warp);
       const bool poison = tril::off_diagonal_blocks<T>(smem + kSmemAbar, smem + kSmemEx, warp, opaque, 3);
       ptx::proxy_fence();
       if (sync_or(4, poison)) [[unlikely]]
