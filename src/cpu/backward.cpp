@@ -12,8 +12,9 @@
 namespace qla::cpu {
 namespace {
 
-inline constexpr int64_t kLeastWindow = 16;              // inner chunks, a multiple of 2
-inline constexpr int64_t kBudget = 160LL * 1024 * 1024;  // bytes of all lanes together, one lane at least
+inline constexpr int64_t kLeastWindow = 16;                  // inner chunks, a multiple of 2
+inline constexpr int64_t kLaneBudget = 128LL * 1024 * 1024;  // bytes of all lanes together; one lane at least
+inline constexpr int64_t kDeltaBudget = 64LL * 1024 * 1024;  // bytes: where Delta of whole streams fits, it is not computed twice
 
 template <class T>
 struct BackwardScratch {
@@ -40,35 +41,43 @@ struct WindowChunk {
   std::vector<double> dA_log, ddt_bias;
 };
 
-int64_t window_chunks(int64_t tokens) {
-  const int64_t chunks = (tokens + kInnerChunk - 1) / kInnerChunk;
-  // as many chunks in a window as there are windows, where the sequence is that long
-  const auto balanced = static_cast<int64_t>(std::sqrt(static_cast<double>(chunks) / 2)) / 2 * 2;
-  return std::max(kLeastWindow, balanced);
-}
+// How the lanes of a call work; results do not depend on any of it.
+struct LaneShape {
+  int64_t window = kLeastWindow;  // chunks
+  int64_t most_windows = 1;       // of a stream
+  int64_t lanes = 1;
+  // Streams enough for every thread: reverse walk and gradients then go chunk by chunk, and dS+, dO, dR never leave the cache.
+  bool quiet = true;
+  bool keep_delta = false;
+};
 
 template <class T>
 class BackwardLane final : public Lane {
  public:
-  BackwardLane(const BackwardRun<T>& run, std::vector<BackwardScratch<T>>& scratch, int64_t window, std::vector<double>& dA_log,
-               std::vector<double>& ddt_bias)
+  BackwardLane(const BackwardRun<T>& run, std::vector<BackwardScratch<T>>& scratch, const LaneShape& shape,
+               std::vector<double>& dA_log, std::vector<double>& ddt_bias)
       : run_(run),
         call_(run.call),
         scratch_(scratch),
-        window_size_(window),
+        shape_(shape),
         dA_log_(dA_log),
         ddt_bias_(ddt_bias),
-        window_(window) {
-    block_.resize(lay_out(nullptr, window_));
-    lay_out(block_.data(), window_);
+        window_(static_cast<size_t>(shape.window)) {
+    block_.resize(lay_out(call_, shape_, window_, nullptr));
+    lay_out(call_, shape_, window_, block_.data());
     states_.resize(2 * call_.group * call_.state_size);
+    checkpoints_.resize(static_cast<size_t>(shape_.most_windows * call_.group * call_.state_size));
+    if (shape_.keep_delta) deltas_.resize(static_cast<size_t>(delta_size(call_, shape_)));
   }
 
-  static int64_t bytes(const Call<T>& call, int64_t window) {
-    std::vector<WindowChunk<T>> chunks(1);
-    Carver<T> carver(nullptr);
-    carve_chunk(carver, call, chunks[0]);
-    return carver.used() * window * static_cast<int64_t>(sizeof(T));
+  static int64_t wide(const Call<T>& call) { return static_cast<int64_t>(kInnerChunk) * call.v_panels * call.panel; }
+  static int64_t delta_size(const Call<T>& call, const LaneShape& shape) {
+    return shape.most_windows * shape.window * call.group * wide(call);
+  }
+  static int64_t bytes(const Call<T>& call, const LaneShape& shape) {
+    std::vector<WindowChunk<T>> window(static_cast<size_t>(shape.window));
+    const int64_t states = (shape.most_windows + 2) * call.group * call.state_size;
+    return (static_cast<int64_t>(lay_out(call, shape, window, nullptr)) + states) * static_cast<int64_t>(sizeof(T));
   }
 
   void start(int64_t index) override {
@@ -88,9 +97,8 @@ class BackwardLane final : public Lane {
       fill_start(at, true, h, state(h));
       fill_start(back, false, h, d_state(h));
     }
-    const int64_t span = window_size_ * kInnerChunk;
+    const int64_t span = shape_.window * kInnerChunk;
     num_windows_ = (stream_.end - stream_.begin + span - 1) / span;
-    checkpoints_.resize(static_cast<size_t>(std::max<int64_t>(num_windows_, 1) * call_.group * call_.state_size));
     // forward pass over the warm-up and all windows but the last; its states after window i are checkpoint i + 1
     begin_ = end_ = warm_begin_;
     next_checkpoint_ = 0;
@@ -109,7 +117,7 @@ class BackwardLane final : public Lane {
         if (end_ > begin_ && end_ >= stream_.begin) keep_checkpoint();
         begin_ = end_;
         if (next_checkpoint_ < num_windows_) {
-          const int64_t span = window_size_ * kInnerChunk;
+          const int64_t span = shape_.window * kInnerChunk;
           end_ = begin_ < stream_.begin ? std::min(begin_ + span, stream_.begin) : begin_ + span;
           phase_ = Phase::PassIntra;
           return chunks();
@@ -117,14 +125,14 @@ class BackwardLane final : public Lane {
         return next_reverse();
       case Phase::Intra:
         phase_ = Phase::Walk;
-        return (warming() ? 1 : 2) * call_.group * call_.v_panels;
+        return (warming() || shape_.quiet ? 1 : 2) * call_.group * call_.v_panels;
       case Phase::Walk:
         if (warming()) {
           reverse_end_ = begin_;
           return next_reverse();
         }
         phase_ = Phase::Grads;
-        return chunks();
+        return shape_.quiet ? 1 : chunks();
       case Phase::Grads:
         sum_gate_grads();
         reverse_end_ = begin_;
@@ -141,6 +149,14 @@ class BackwardLane final : public Lane {
         for (int64_t i = begin; i < end; ++i) intra(window_[i], begin_ + i * kInnerChunk);
         break;
       case Phase::Grads:
+        if (shape_.quiet) {
+          for (int h = 0; h < call_.group; ++h) begin_reverse(h, 0, call_.v_panels);
+          for (int64_t i = chunks() - 1; i >= 0; --i) {
+            for (int h = 0; h < call_.group; ++h) reverse_chunk(i, h, 0, call_.v_panels);
+            grads(window_[i], begin_ + i * kInnerChunk, scratch);
+          }
+          break;
+        }
         for (int64_t i = begin; i < end; ++i) grads(window_[i], begin_ + i * kInnerChunk, scratch);
         break;
       default:
@@ -171,22 +187,28 @@ class BackwardLane final : public Lane {
   int64_t chunks() const { return (end_ - begin_ + kInnerChunk - 1) / kInnerChunk; }
   int rows_at(int64_t token) const { return static_cast<int>(std::min<int64_t>(kInnerChunk, end_ - token)); }
 
-  static void carve_chunk(Carver<T>& carver, const Call<T>& call, WindowChunk<T>& chunk) {
-    chunk.tiles.carve(carver, call, kInnerChunk, call.group, true);
-    const int64_t wide = static_cast<int64_t>(kInnerChunk) * call.v_panels * call.panel;
-    chunk.delta.clear(), chunk.do_dr.clear(), chunk.state.clear(), chunk.d_state.clear();
-    for (int h = 0; h < call.group; ++h) {
-      chunk.delta.push_back(carver.take(wide));
-      chunk.do_dr.push_back(carver.take(2 * wide));
-      chunk.state.push_back(carver.take(call.state_size));
-      chunk.d_state.push_back(carver.take(call.state_size));
-    }
-    chunk.dA_log.assign(call.group, 0), chunk.ddt_bias.assign(call.group, 0);
-  }
-  size_t lay_out(T* base, std::vector<WindowChunk<T>>& window) {
+  static size_t lay_out(const Call<T>& call, const LaneShape& shape, std::vector<WindowChunk<T>>& window, T* base) {
     Carver<T> carver(base);
-    for (WindowChunk<T>& chunk : window) carve_chunk(carver, call_, chunk);
+    for (size_t i = 0; i < window.size(); ++i) {
+      WindowChunk<T>& chunk = window[i];
+      chunk.tiles.carve(carver, call, kInnerChunk, call.group, true);
+      chunk.delta.clear(), chunk.do_dr.clear(), chunk.state.clear(), chunk.d_state.clear();
+      for (int h = 0; h < call.group; ++h) {
+        chunk.delta.push_back(shape.keep_delta ? nullptr : carver.take(wide(call)));
+        chunk.state.push_back(carver.take(call.state_size));
+        // quiet: dS+ lives for a chunk and the one before it, dO and dR for one
+        chunk.d_state.push_back(shape.quiet && i >= 2 ? window[i % 2].d_state[h] : carver.take(call.state_size));
+        chunk.do_dr.push_back(shape.quiet && i >= 1 ? window[0].do_dr[h] : carver.take(2 * wide(call)));
+      }
+      chunk.dA_log.assign(call.group, 0), chunk.ddt_bias.assign(call.group, 0);
+    }
     return static_cast<size_t>(carver.used());
+  }
+
+  // Where Delta of a chunk of the stream is kept.
+  T* delta(int64_t token, int h) {
+    if (!shape_.keep_delta) return window_[(token - begin_) / kInnerChunk].delta[h];
+    return deltas_.data() + ((token - stream_.begin) / kInnerChunk * call_.group + h) * wide(call_);
   }
 
   void fill_start(const HeadStart& at, bool forward, int h, T* panels) {
@@ -210,15 +232,15 @@ class BackwardLane final : public Lane {
   int64_t next_reverse() {
     if (reverse_end_ > stream_.end) {  // warm-up behind the segment, towards it
       end_ = reverse_end_;
-      const int64_t span = window_size_ * kInnerChunk;
+      const int64_t span = shape_.window * kInnerChunk;
       begin_ = stream_.end + (end_ - stream_.end - 1) / span * span;
     } else {
       if (--window_index_ < 0) {
         finish();
         return 0;
       }
-      begin_ = stream_.begin + window_index_ * window_size_ * kInnerChunk;
-      end_ = std::min(begin_ + window_size_ * kInnerChunk, stream_.end);
+      begin_ = stream_.begin + window_index_ * shape_.window * kInnerChunk;
+      end_ = std::min(begin_ + shape_.window * kInnerChunk, stream_.end);
     }
     phase_ = Phase::Intra;
     return chunks();
@@ -259,6 +281,7 @@ class BackwardLane final : public Lane {
     for (int64_t token = std::max(begin_, walk_from_[h]); token < end_; token += kInnerChunk) {
       Walk<T> w = walk_of(window_[(token - begin_) / kInnerChunk], token, h);
       w.state_in = w.state_out = state(h);
+      if (shape_.keep_delta && token >= stream_.begin) w.delta = delta(token, h);
       call_.kernels.walk(w, p_begin, p_end);
     }
   }
@@ -272,36 +295,43 @@ class BackwardLane final : public Lane {
       Walk<T> w = walk_of(window_[i], begin_ + i * kInnerChunk, h);
       w.state_in = window_[i].state[h];
       w.state_out = i + 1 < n ? window_[i + 1].state[h] : nullptr;
-      w.delta = window_[i].delta[h];
+      w.delta = delta(begin_ + i * kInnerChunk, h);
+      w.known_delta = shape_.keep_delta && window_index_ + 1 < num_windows_;  // the pass has been there
       call_.kernels.walk(w, p_begin, p_end);
     }
   }
 
   void reverse_walk(int h, int p_begin, int p_end) {
-    const int64_t n = chunks(), at = static_cast<int64_t>(p_begin) * call_.panel * call_.k_dim;
+    if (!warming()) begin_reverse(h, p_begin, p_end);
+    for (int64_t i = chunks() - 1; i >= 0; --i) reverse_chunk(i, h, p_begin, p_end);
+  }
+
+  void begin_reverse(int h, int p_begin, int p_end) {
+    const int64_t at = static_cast<int64_t>(p_begin) * call_.panel * call_.k_dim;
     const int64_t size = static_cast<int64_t>(p_end - p_begin) * call_.panel * call_.k_dim;
-    if (!warming()) std::memcpy(window_[n - 1].d_state[h] + at, d_state(h) + at, sizeof(T) * size);
-    for (int64_t i = n - 1; i >= 0; --i) {
-      const int64_t token = begin_ + i * kInnerChunk;
-      if (token >= reverse_from_[h]) continue;
-      WindowChunk<T>& chunk = window_[i];
-      Reverse<T> r{};
-      r.chunk = &chunk.tiles.chunk;
-      r.head = &chunk.tiles.heads[h];
-      r.v_dim = call_.v_dim;
-      r.scale = call_.scale;
-      r.d_o = token_rows(run_.args->d_o, seq_->batch, seq_->bos + token, v_head(h));
-      r.d_o_step = run_.args->d_o.stride[3];
-      if (warming()) {
-        r.d_state_in = r.d_state_out = d_state(h);
-      } else {
-        r.d_state_in = chunk.d_state[h];
-        r.d_state_out = i > 0 ? window_[i - 1].d_state[h] : d_state(h);
-        r.do_dr = chunk.do_dr[h];
-        r.dv = token_rows(run_.args->dv, seq_->batch, seq_->bos + token, v_head(h));
-      }
-      call_.kernels.reverse(r, p_begin, p_end);
+    std::memcpy(window_[chunks() - 1].d_state[h] + at, d_state(h) + at, sizeof(T) * size);
+  }
+
+  void reverse_chunk(int64_t i, int h, int p_begin, int p_end) {
+    const int64_t token = begin_ + i * kInnerChunk;
+    if (token >= reverse_from_[h]) return;
+    WindowChunk<T>& chunk = window_[i];
+    Reverse<T> r{};
+    r.chunk = &chunk.tiles.chunk;
+    r.head = &chunk.tiles.heads[h];
+    r.v_dim = call_.v_dim;
+    r.scale = call_.scale;
+    r.d_o = token_rows(run_.args->d_o, seq_->batch, seq_->bos + token, v_head(h));
+    r.d_o_step = run_.args->d_o.stride[3];
+    if (warming()) {
+      r.d_state_in = r.d_state_out = d_state(h);
+    } else {
+      r.d_state_in = chunk.d_state[h];
+      r.d_state_out = i > 0 ? window_[i - 1].d_state[h] : d_state(h);
+      r.do_dr = chunk.do_dr[h];
+      r.dv = token_rows(run_.args->dv, seq_->batch, seq_->bos + token, v_head(h));
     }
+    call_.kernels.reverse(r, p_begin, p_end);
   }
 
   void grads(WindowChunk<T>& chunk, int64_t token, BackwardScratch<T>& scratch) {
@@ -315,7 +345,7 @@ class BackwardLane final : public Lane {
       g.v_dim = call_.v_dim;
       g.scale = call_.scale;
       g.state = chunk.state[h], g.d_state = chunk.d_state[h];
-      g.delta = chunk.delta[h], g.do_dr = chunk.do_dr[h];
+      g.delta = delta(token, h), g.do_dr = chunk.do_dr[h];
       g.dq_t = scratch.dq_t, g.dk_t = scratch.dk_t;
       g.first = h == 0;
       g.dg = dg, g.dbeta = dbeta;
@@ -377,10 +407,10 @@ class BackwardLane final : public Lane {
   const BackwardRun<T>& run_;
   const Call<T>& call_;
   std::vector<BackwardScratch<T>>& scratch_;
-  const int64_t window_size_;
+  const LaneShape shape_;
   std::vector<double>&dA_log_, &ddt_bias_;  // by stream and value head of its group
   std::vector<WindowChunk<T>> window_;
-  Buffer<T> block_, states_, checkpoints_;
+  Buffer<T> block_, states_, checkpoints_, deltas_;
   std::vector<int64_t> walk_from_, reverse_from_;
   Stream stream_;
   const Sequence* seq_ = nullptr;
@@ -395,18 +425,32 @@ class BackwardLane final : public Lane {
 template <class T>
 void run_backward(const BackwardRun<T>& run) {
   const Call<T>& call = run.call;
-  int64_t longest = 0;
+  int64_t longest = 1;
   for (const Sequence& seq : call.sequences) longest = std::max(longest, seq.tokens());
-  const int64_t window = window_chunks(longest);
-  const int64_t most_lanes = std::max<int64_t>(1, kBudget / BackwardLane<T>::bytes(call, window));
-  const int64_t lanes_count = std::clamp<int64_t>(std::min<int64_t>(run.plan.size(), most_lanes), 1, call.threads);
+  if (!run.plan.cut.empty()) {
+    longest = 1;
+    for (const Stream& stream : run.plan.cut) longest = std::max(longest, stream.end - stream.begin);
+  }
+  const int64_t chunks = (longest + kInnerChunk - 1) / kInnerChunk, streams = run.plan.size();
+  LaneShape shape;
+  // as many chunks in a window as there are windows, where a stream is that long
+  shape.window = std::max(kLeastWindow, static_cast<int64_t>(std::sqrt(static_cast<double>(chunks) / 2)) / 2 * 2);
+  shape.window = std::min(shape.window, (chunks + 1) / 2 * 2);
+  shape.most_windows = (chunks + shape.window - 1) / shape.window;
+  const int64_t wanted = std::clamp<int64_t>(streams, 1, call.threads);
+  const auto fitting = [&] { return std::clamp<int64_t>(kLaneBudget / BackwardLane<T>::bytes(call, shape), 1, wanted); };
+  shape.lanes = fitting();
+  shape.quiet = call.threads == 1 || (streams >= 4 * call.threads && shape.lanes == wanted);
+  if (!shape.quiet) shape.lanes = fitting();
+  shape.keep_delta = shape.most_windows > 1 &&
+                     BackwardLane<T>::delta_size(call, shape) * shape.lanes * static_cast<int64_t>(sizeof(T)) <= kDeltaBudget;
   std::vector<BackwardScratch<T>> scratch;
   scratch.reserve(call.threads);
   for (int i = 0; i < call.threads; ++i) scratch.emplace_back(call);
   std::vector<double> dA_log(static_cast<size_t>(run.plan.size() * call.group), 0), ddt_bias(dA_log.size(), 0);
   std::vector<std::unique_ptr<Lane>> lanes;
-  for (int64_t i = 0; i < lanes_count; ++i)
-    lanes.push_back(std::make_unique<BackwardLane<T>>(run, scratch, window, dA_log, ddt_bias));
+  for (int64_t i = 0; i < shape.lanes; ++i)
+    lanes.push_back(std::make_unique<BackwardLane<T>>(run, scratch, shape, dA_log, ddt_bias));
   run_lanes(call.threads, run.plan.size(), lanes);
 
   for (int64_t i = 0; i < run.plan.size(); ++i)

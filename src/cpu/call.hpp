@@ -120,9 +120,10 @@ struct TileSet {
     chunk.ld = call.ld;
     chunk.kq = carver.take(2LL * c * call.ld);
     heads.resize(heads_count);
+    const int64_t transposed = static_cast<int64_t>(c) * call.k_dim;
+    chunk.k_t = carver.take(backward ? 2 * transposed : transposed);
+    chunk.q_t = backward ? chunk.k_t : nullptr;  // moved behind K's panels once the number of rows is known
     if (backward) {
-      chunk.k_t = carver.take(static_cast<int64_t>(c) * call.k_dim);
-      chunk.q_t = carver.take(static_cast<int64_t>(c) * call.k_dim);
       chunk.products = carver.take(2LL * c * c);
       q_rnorm = carver.take(c), k_rnorm = carver.take(c);
     }

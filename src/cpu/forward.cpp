@@ -11,29 +11,26 @@
 namespace qla::cpu {
 namespace {
 
-inline constexpr int kWindow = 8;  // inner chunks; even, so that every window starts at a chunk of 64
+// Inner chunks of a window; even, so that every window starts at a chunk of 64. Small where a thread has streams enough: tiles
+// then stay in L2. Large where threads share a stream's phases, since each phase ends with waiting for one another. Bits do not
+// depend on it.
+inline constexpr int kQuietWindow = 2, kSharedWindow = 16;
 
 template <class T>
 struct ThreadScratch {
   Buffer<T> block;
-  TileScratch<T> tiles;
-  TileSet<T> wide;  // one chunk of 64, where A or g is handed out
+  T* products = nullptr;  // nobody keeps them
+  TileSet<T> wide;        // one chunk of 64, where A or g is handed out
 
-  ThreadScratch(const Call<T>& call, bool with_wide) : block(lay_out(call, with_wide, nullptr)), tiles(count_only(call)) {
-    lay_out(call, with_wide, this);
+  ThreadScratch(const Call<T>& call, bool with_wide) : block(lay_out(call, with_wide, nullptr)) {
+    lay_out(call, with_wide, block.data());
   }
 
  private:
-  static TileScratch<T> count_only(const Call<T>& call) {
-    Carver<T> counter(nullptr);
-    return TileScratch<T>(counter, call);
-  }
-  static size_t lay_out(const Call<T>& call, bool with_wide, ThreadScratch* self) {
-    Carver<T> carver(self ? self->block.data() : nullptr);
-    const TileScratch<T> scratch(carver, call);
-    TileSet<T> wide_tiles;
-    if (with_wide) wide_tiles.carve(carver, call, kMaxChunk, 1, false);
-    if (self) self->tiles = scratch, self->wide = std::move(wide_tiles);
+  size_t lay_out(const Call<T>& call, bool with_wide, T* base) {
+    Carver<T> carver(base);
+    products = carver.take(2LL * kMaxChunk * kMaxChunk);
+    if (with_wide) wide.carve(carver, call, kMaxChunk, 1, false);
     return static_cast<size_t>(carver.used());
   }
 };
@@ -41,8 +38,12 @@ struct ThreadScratch {
 template <class T>
 class ForwardLane final : public Lane {
  public:
-  ForwardLane(const ForwardRun<T>& run, std::vector<ThreadScratch<T>>& scratch)
-      : run_(run), call_(run.call), scratch_(scratch), states_(static_cast<size_t>(call_.state_size * call_.group)) {
+  ForwardLane(const ForwardRun<T>& run, std::vector<ThreadScratch<T>>& scratch, int window)
+      : run_(run),
+        call_(run.call),
+        scratch_(scratch),
+        states_(static_cast<size_t>(call_.state_size * call_.group)),
+        window_(window) {
     block_.resize(lay_out(nullptr));
     lay_out(block_.data());
     walk_from_.resize(call_.group);
@@ -75,7 +76,7 @@ class ForwardLane final : public Lane {
         return 0;
       }
       window_begin_ = window_end_;
-      window_end_ = std::min(window_begin_ + kWindow * kInnerChunk, stream_.end);
+      window_end_ = std::min(window_begin_ + static_cast<int64_t>(window_.size()) * kInnerChunk, stream_.end);
       // outputs begin at a window's start, so that a window has them on or off
       if (window_begin_ < stream_.begin) window_end_ = std::min(window_end_, stream_.begin);
       phase_ = Phase::Intra;
@@ -115,8 +116,7 @@ class ForwardLane final : public Lane {
     TileSet<T>& set = window_[index];
     const int64_t token = window_begin_ + index * kInnerChunk;
     const int rows = rows_at(token);
-    set.chunk.k_t = scratch.tiles.k_t;
-    set.chunk.products = scratch.tiles.products;
+    set.chunk.products = scratch.products;
     alignas(64) T q_rnorm[kInnerChunk], k_rnorm[kInnerChunk], g[kInnerChunk], beta[kInnerChunk];
     load_chunk(call_, *seq_, stream_.k_head, token, rows, output(), set.chunk, q_rnorm, k_rnorm);
     for (int h = 0; h < call_.group; ++h) {
@@ -144,8 +144,7 @@ class ForwardLane final : public Lane {
     const int rows = static_cast<int>(std::min<int64_t>(kChunk, seq_->tokens() - token));
     TileSet<T>& wide = scratch.wide;
     const bool with_a = args.a_inv.data || args.a_gated.data;
-    wide.chunk.k_t = scratch.tiles.k_t;
-    wide.chunk.products = scratch.tiles.products;
+    wide.chunk.products = scratch.products;
     alignas(64) T k_rnorm[kMaxChunk], g[kMaxChunk], beta[kMaxChunk];
     if (with_a) load_chunk(call_, *seq_, stream_.k_head, token, rows, false, wide.chunk, static_cast<T*>(nullptr), k_rnorm);
     for (int h = 0; h < call_.group; ++h) {
@@ -203,7 +202,7 @@ class ForwardLane final : public Lane {
   const Call<T>& call_;
   std::vector<ThreadScratch<T>>& scratch_;
   Buffer<T> states_, block_;
-  TileSet<T> window_[kWindow];
+  std::vector<TileSet<T>> window_;
   std::vector<int64_t> walk_from_;
   Stream stream_;
   const Sequence* seq_ = nullptr;
@@ -220,8 +219,9 @@ void run_forward(const ForwardRun<T>& run) {
   std::vector<ThreadScratch<T>> scratch;
   scratch.reserve(threads);
   for (int i = 0; i < threads; ++i) scratch.emplace_back(run.call, run.wide_outputs);
+  const int window = run.plan.size() >= 4 * threads ? kQuietWindow : threads > 1 ? kSharedWindow : kQuietWindow;
   std::vector<std::unique_ptr<Lane>> lanes;
-  for (int64_t i = 0; i < lanes_count; ++i) lanes.push_back(std::make_unique<ForwardLane<T>>(run, scratch));
+  for (int64_t i = 0; i < lanes_count; ++i) lanes.push_back(std::make_unique<ForwardLane<T>>(run, scratch, window));
   run_lanes(threads, run.plan.size(), lanes);
 }
 template void run_forward<float>(const ForwardRun<float>&);

@@ -105,7 +105,6 @@ class PrepassLane final : public Lane {
     Carver<T> carver(base);
     for (TileSet<T>& set : window_) {
       set.carve(carver, call_, kInnerChunk, 1, false);
-      set.chunk.k_t = carver.take(static_cast<int64_t>(kInnerChunk) * call_.k_dim);
       set.chunk.products = carver.take(2LL * kInnerChunk * kInnerChunk);
     }
     return static_cast<size_t>(carver.used());

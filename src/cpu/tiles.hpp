@@ -5,20 +5,13 @@
 
 namespace qla::cpu {
 
-// Scratch of one thread for filling tiles whose transposes and products nobody keeps.
-template <class T>
-struct TileScratch {
-  T *k_t, *products;
-  TileScratch(Carver<T>& carver, const Call<T>& call)
-      : k_t(carver.take(static_cast<int64_t>(kMaxChunk) * call.k_dim)), products(carver.take(2LL * kMaxChunk * kMaxChunk)) {}
-};
-
 // Rows [token, token + rows) of `k_head` into tiles.chunk; norms are handed out where asked (forward's optional outputs).
 template <class T>
 void load_chunk(const Call<T>& call, const Sequence& seq, int64_t k_head, int64_t token, int rows, bool with_q,
                 ChunkTiles<T>& chunk, T* q_rnorm, T* k_rnorm) {
   const auto& kernels = call.kernels;
   chunk.rows = rows;
+  if (chunk.q_t) chunk.q_t = chunk.k_t + static_cast<int64_t>((rows + call.panel - 1) / call.panel) * call.panel * call.k_dim;
   kernels.load_rows(token_rows(*call.args.k, seq.batch, seq.bos + token, k_head), rows, call.k_dim, chunk.kq, chunk.ld);
   if (call.normalize) kernels.normalize_rows(chunk.kq, chunk.ld, rows, call.k_dim, k_rnorm);
   if (with_q) {

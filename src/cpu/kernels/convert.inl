@@ -83,6 +83,19 @@ HWY_INLINE char* row_at(const Rows& rows, int64_t row) {
   return static_cast<char*>(rows.data) + row * rows.stride * size_of(rows.dtype);
 }
 
+// Where rows that the walk comes to next lie; only ever prefetched, so it may point outside the tensor.
+struct RowAddress {
+  uintptr_t at, step;
+  HWY_INLINE void prefetch(int row) const {
+    __builtin_prefetch(reinterpret_cast<const void*>(at + static_cast<uintptr_t>(row) * step));
+  }
+};
+HWY_INLINE RowAddress row_address(const Rows& src, int first_row, int first_column) {
+  const auto step = static_cast<uintptr_t>(src.stride * size_of(src.dtype));
+  const auto column = static_cast<uintptr_t>(first_column * size_of(src.dtype));
+  return {reinterpret_cast<uintptr_t>(src.data) + static_cast<uintptr_t>(static_cast<int64_t>(first_row)) * step + column, step};
+}
+
 template <class T>
 void load_rows(const Rows& src, int rows, int n, T* dst, int64_t ld) {
   for (int r = 0; r < rows; ++r) {

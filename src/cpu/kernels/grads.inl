@@ -80,13 +80,15 @@ HWY_INLINE void square_grads(const Grads<T>& g, const GradsScratch<T>& s, T* HWY
   // columns past the last row are read by whole panels: keep them zero
   for (int i = 0; i < rows; ++i)
     for (int j = rows; j < c; ++j) s.d_p_t[i * c + j] = s.x_t[i * c + j] = s.y_t[i * c + j] = 0;
+  const int q_row = (rows + kPanel<T> - 1) / kPanel<T> * kPanel<T>;  // where Q's panels begin behind K's
   for (int first = 0; first < rows; first += kPanel<T>) {
     T* panel = s.right + (first / kPanel<T>)*2 * c * kPanel<T>;
+    for (int i = rows * kPanel<T>; i < q_row * kPanel<T>; ++i) panel[i] = 0;
     for (int i = 0; i < rows; ++i)
       for (int v = 0; v < kPanel<T>; v += kLanes<T>) {
         const int64_t at = static_cast<int64_t>(i) * c + first + v;
         hn::Store(hn::Add(hn::Load(d, s.x + at), hn::Load(d, s.x_t + at)), d, panel + i * kPanel<T> + v);
-        hn::Store(hn::Load(d, s.d_p + at), d, panel + (rows + i) * kPanel<T> + v);
+        hn::Store(hn::Load(d, s.d_p + at), d, panel + (q_row + i) * kPanel<T> + v);
       }
   }
 }
@@ -141,7 +143,9 @@ void grads(const Grads<T>& g) {
   square_grads<T>(g, s, column_sum);
 
   const int64_t state_panel = static_cast<int64_t>(k_dim) * kPanel<T>;
-  const OperandA<T> state{g.state, kPanel<T>, state_panel}, d_state{g.d_state, kPanel<T>, state_panel}, kq{chunk.kq, chunk.ld, 0};
+  const OperandA<T> state{g.state, kPanel<T>, state_panel}, d_state{g.d_state, kPanel<T>, state_panel},
+      kq_t{chunk.k_t, kPanel<T>, state_panel};
+  const int q_row = (rows + kPanel<T> - 1) / kPanel<T> * kPanel<T>;
   for (int first = 0; first < rows; first += kPanel<T>) {
     const int64_t panel_at = static_cast<int64_t>(first) * k_dim, wide_at = static_cast<int64_t>(first) * v_dim;
     T *dq = g.dq_t + panel_at, *dk = g.dk_t + panel_at;
@@ -192,9 +196,9 @@ void grads(const Grads<T>& g) {
     const int last = first + kPanel<T> < rows ? first + kPanel<T> : rows;
     for (int j = 0; j < last; ++j)
       store_row<T>(d_p_t + j * kPanel<T>, hn::Load(d, s.d_p_t + j * c + first), hn::Load(d, s.d_p_t + j * c + first + kLanes<T>));
-    product<T, Order::ByColumn>(kq, 0, k_dim, last, d_p_t, add_to(dq));
+    product<T, Order::Panels>(kq_t, 0, k_dim, last, d_p_t, add_to(dq));
     // (B9) (X + X^T) K + dP^T Q
-    product<T, Order::ByColumn>(kq, 0, k_dim, 2 * rows, s.right + (first / kPanel<T>)*2 * c * kPanel<T>, add_to(dk));
+    product<T, Order::Panels>(kq_t, 0, k_dim, q_row + rows, s.right + (first / kPanel<T>)*2 * c * kPanel<T>, add_to(dk));
     hn::Store(a0, d, a + first), hn::Store(a1, d, a + first + kLanes<T>);
     hn::Store(e0, d, e + first), hn::Store(e1, d, e + first + kLanes<T>);
   }

@@ -29,8 +29,8 @@ struct ChunkTiles {
   int c;        // order and row length of the square matrices, >= rows
   int ld;       // row length of kq
   T* kq;        // [2 rows, ld] K rows, then Q rows
-  T* k_t;       // panels of [k_dim][P]: K^T, columns are tokens
-  T* q_t;       // the same of Q; only for backward
+  T* k_t;       // panels of [k_dim][P]: K^T, columns are tokens; those past the last row are zero
+  T* q_t;       // the same of Q, right behind the panels of K; nullptr in forward
   T* products;  // panels of [2 rows][P], columns are tokens of K: K K^T, then Q K^T
 };
 
@@ -55,6 +55,7 @@ struct Walk {
   const T* state_in;  // panels of [k_dim][P]
   T* state_out;       // may be state_in; nullptr: not wanted
   T* delta;           // panels of [c][P], or nullptr
+  bool known_delta;   // delta holds Delta already: only (F8), (F9)
 };
 
 // (B1)-(B4) of one chunk and value head on panels [p_begin, p_end) of V.

@@ -13,46 +13,62 @@ void walk(const Walk<T>& w, int p_begin, int p_end) {
   HWY_ALIGN T v_new[kMaxChunk * kPanel<T>];   // D
   HWY_ALIGN T v_tail[kMaxChunk * kPanel<T>];  // E
   const OperandA<T> kq{chunk.kq, chunk.ld, 0}, abar{head.abar, c, 0}, pg{head.pg, c, 0};
+  const OperandA<T> k_t{chunk.k_t, kPanel<T>, static_cast<int64_t>(k_dim) * kPanel<T>};
   const Vec<T> decay = hn::Set(d, head.gamma[rows - 1]);
   for (int p = p_begin; p < p_end; ++p) {
     const int64_t state_at = static_cast<int64_t>(p) * k_dim * kPanel<T>;
     const T* state_in = w.state_in + state_at;
     T* state_out = w.state_out ? w.state_out + state_at : nullptr;
     T* delta = w.delta ? w.delta + static_cast<int64_t>(p) * c * kPanel<T> : nullptr;
-    if (w.v.data)
-      load_panel<T>(w.v, rows, p * kPanel<T>, w.v_dim, v);
-    else
-      for (int i = 0; i < rows * kPanel<T>; ++i) v[i] = 0;
-    // (F4) R = V - diag(gamma) K S, and the first term of (F7) from the rows of Q below those of K
-    product<T, Order::ByRow>(kq, 0, with_o ? 2 * rows : rows, k_dim, state_in, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
-      if (m < rows) {
-        const Vec<T> gamma = hn::Set(d, head.gamma[m]);
-        T* row = v + m * kPanel<T>;
-        store_row<T>(row, hn::NegMulAdd(gamma, v0, hn::Load(d, row)), hn::NegMulAdd(gamma, v1, hn::Load(d, row + kLanes<T>)));
-      } else {
-        const Vec<T> gamma = hn::Set(d, w.scale * head.gamma[m - rows]);
-        store_row<T>(o + (m - rows) * kPanel<T>, hn::Mul(gamma, v0), hn::Mul(gamma, v1));
+    if (w.known_delta) {
+      for (int i = 0; i < rows; ++i) {
+        const Vec<T> beta = hn::Set(d, head.beta[i]), tail = hn::Set(d, head.tail[i]);
+        const T* row = delta + i * kPanel<T>;
+        store_row<T>(v_tail + i * kPanel<T>, hn::Mul(tail, hn::Mul(beta, hn::Load(d, row))),
+                     hn::Mul(tail, hn::Mul(beta, hn::Load(d, row + kLanes<T>))));
       }
-    });
-    // (F5) Delta = Abar R, D = diag(beta) Delta; (F8) E = diag(tail) D
-    product<T, Order::ByRow, Shape::Lower>(abar, 0, rows, rows, v, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
-      if (delta) store_row<T>(delta + m * kPanel<T>, v0, v1);
-      const Vec<T> beta = hn::Set(d, head.beta[m]), tail = hn::Set(d, head.tail[m]);
-      v0 = hn::Mul(beta, v0), v1 = hn::Mul(beta, v1);
-      store_row<T>(v_new + m * kPanel<T>, v0, v1);
-      store_row<T>(v_tail + m * kPanel<T>, hn::Mul(tail, v0), hn::Mul(tail, v1));
-    });
-    if (with_o) {
-      // (F7) O = scale diag(gamma) Q S + Pg D
-      product<T, Order::ByRow, Shape::Lower>(pg, 0, rows, rows, v_new, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
-        T* row = o + m * kPanel<T>;
-        store_row<T>(row, hn::Add(v0, hn::Load(d, row)), hn::Add(v1, hn::Load(d, row + kLanes<T>)));
+    } else {
+      if (w.v.data) {
+        load_panel<T>(w.v, rows, p * kPanel<T>, w.v_dim, v);
+      } else
+        for (int i = 0; i < rows * kPanel<T>; ++i) v[i] = 0;
+      // rows lie pages apart, so the processor does not see them coming: ask for them while the product runs, a row at a time
+      const RowAddress next_v =
+          p + 1 < p_end ? row_address(w.v, 0, (p + 1) * kPanel<T>) : row_address(w.v, rows, p_begin * kPanel<T>);
+      const RowAddress next_o = row_address(w.o, 0, p * kPanel<T>);
+      // (F4) R = V - diag(gamma) K S, and the first term of (F7) from the rows of Q below those of K
+      product<T, Order::ByRow>(kq, 0, with_o ? 2 * rows : rows, k_dim, state_in, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
+        if (m < rows) {
+          next_v.prefetch(m);
+          const Vec<T> gamma = hn::Set(d, head.gamma[m]);
+          T* row = v + m * kPanel<T>;
+          store_row<T>(row, hn::NegMulAdd(gamma, v0, hn::Load(d, row)), hn::NegMulAdd(gamma, v1, hn::Load(d, row + kLanes<T>)));
+        } else {
+          next_o.prefetch(m - rows);
+          const Vec<T> gamma = hn::Set(d, w.scale * head.gamma[m - rows]);
+          store_row<T>(o + (m - rows) * kPanel<T>, hn::Mul(gamma, v0), hn::Mul(gamma, v1));
+        }
       });
-      store_panel<T>(o, rows, p * kPanel<T>, w.v_dim, w.o);
+      // (F5) Delta = Abar R, D = diag(beta) Delta; (F8) E = diag(tail) D
+      product<T, Order::ByRow, Shape::Lower>(abar, 0, rows, rows, v, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
+        if (delta) store_row<T>(delta + m * kPanel<T>, v0, v1);
+        const Vec<T> beta = hn::Set(d, head.beta[m]), tail = hn::Set(d, head.tail[m]);
+        v0 = hn::Mul(beta, v0), v1 = hn::Mul(beta, v1);
+        store_row<T>(v_new + m * kPanel<T>, v0, v1);
+        store_row<T>(v_tail + m * kPanel<T>, hn::Mul(tail, v0), hn::Mul(tail, v1));
+      });
+      if (with_o) {
+        // (F7) O = scale diag(gamma) Q S + Pg D
+        product<T, Order::ByRow, Shape::Lower>(pg, 0, rows, rows, v_new, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
+          T* row = o + m * kPanel<T>;
+          store_row<T>(row, hn::Add(v0, hn::Load(d, row)), hn::Add(v1, hn::Load(d, row + kLanes<T>)));
+        });
+        store_panel<T>(o, rows, p * kPanel<T>, w.v_dim, w.o);
+      }
     }
     if (!state_out) continue;
     // (F9) S+ = gamma_C S + K^T E
-    product<T, Order::ByColumn>(kq, 0, k_dim, rows, v_tail, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
+    product<T, Order::Panels>(k_t, 0, k_dim, rows, v_tail, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
       const T* from = w.state_in + state_at + m * kPanel<T>;
       store_row<T>(state_out + m * kPanel<T>, hn::MulAdd(decay, hn::Load(d, from), v0),
                    hn::MulAdd(decay, hn::Load(d, from + kLanes<T>), v1));
@@ -66,11 +82,14 @@ void reverse(const Reverse<T>& r, int p_begin, int p_end) {
   const ChunkTiles<T>& chunk = *r.chunk;
   const HeadTiles<T>& head = *r.head;
   const int rows = chunk.rows, k_dim = chunk.k_dim, c = chunk.c;
-  HWY_ALIGN T local[2 * kMaxChunk * kPanel<T>];   // dO, dR where nobody wants to keep them
+  const int q_row = (rows + kPanel<T> - 1) / kPanel<T> * kPanel<T>;  // where Q's panels begin behind K's
+  HWY_ALIGN T local[2 * kMaxChunk * kPanel<T>];                      // dO, dR where nobody wants to keep them
   HWY_ALIGN T scaled[2 * kMaxChunk * kPanel<T>];  // -diag(gamma) dR, scale diag(gamma) dO: the rows of K, then of Q
   HWY_ALIGN T d_v_new[kMaxChunk * kPanel<T>];     // dD, then diag(beta) dD
   const OperandA<T> kq{chunk.kq, chunk.ld, 0}, abar{head.abar, c, 0}, pg{head.pg, c, 0};
+  const OperandA<T> k_t{chunk.k_t, kPanel<T>, static_cast<int64_t>(k_dim) * kPanel<T>};
   const Vec<T> decay = hn::Set(d, head.gamma[rows - 1]);
+  for (int i = rows * kPanel<T>; i < q_row * kPanel<T>; ++i) scaled[i] = 0;
   for (int p = p_begin; p < p_end; ++p) {
     const int64_t state_at = static_cast<int64_t>(p) * k_dim * kPanel<T>;
     const T* d_state_in = r.d_state_in + state_at;
@@ -86,11 +105,16 @@ void reverse(const Reverse<T>& r, int p_begin, int p_end) {
     for (int i = 0; i < rows; ++i) {
       const Vec<T> gamma = hn::Set(d, r.scale * head.gamma[i]);
       const T* row = d_o + i * kPanel<T>;
-      store_row<T>(scaled + (rows + i) * kPanel<T>, hn::Mul(gamma, hn::Load(d, row)),
+      store_row<T>(scaled + (q_row + i) * kPanel<T>, hn::Mul(gamma, hn::Load(d, row)),
                    hn::Mul(gamma, hn::Load(d, row + kLanes<T>)));
     }
+    const RowAddress next_d_o =
+        p + 1 < p_end ? row_address(r.d_o, 0, (p + 1) * kPanel<T>) : row_address(r.d_o, -kInnerChunk, p_begin * kPanel<T>);
+    const RowAddress next_dv = row_address(r.dv, 0, p * kPanel<T>);
     // (B1) dE = K dS+
     product<T, Order::ByRow>(kq, 0, rows, k_dim, d_state_in, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
+      next_d_o.prefetch(m);
+      next_dv.prefetch(m);
       const Vec<T> tail = hn::Set(d, head.tail[m]);
       store_row<T>(d_v_new + m * kPanel<T>, hn::Mul(tail, v0), hn::Mul(tail, v1));
     });
@@ -108,7 +132,7 @@ void reverse(const Reverse<T>& r, int p_begin, int p_end) {
     });
     if (r.dv.data) store_panel<T>(d_resid, rows, p * kPanel<T>, r.v_dim, r.dv);
     // (B4) dS = gamma_C dS+ + scale Q^T diag(gamma) dO - K^T diag(gamma) dR
-    product<T, Order::ByColumn>(kq, 0, k_dim, 2 * rows, scaled, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
+    product<T, Order::Panels>(k_t, 0, k_dim, q_row + rows, scaled, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
       const T* from = r.d_state_in + state_at + m * kPanel<T>;
       store_row<T>(d_state_out + m * kPanel<T>, hn::MulAdd(decay, hn::Load(d, from), v0),
                    hn::MulAdd(decay, hn::Load(d, from + kLanes<T>), v1));
