@@ -103,10 +103,7 @@ class PrepassLane final : public Lane {
   }
   size_t lay_out(T* base) {
     Carver<T> carver(base);
-    for (TileSet<T>& set : window_) {
-      set.carve(carver, call_, kInnerChunk, 1, false);
-      set.chunk.products = carver.take(2LL * kInnerChunk * kInnerChunk);
-    }
+    for (TileSet<T>& set : window_) set.carve(carver, call_, kInnerChunk, 1, true);
     return static_cast<size_t>(carver.used());
   }
 
@@ -129,6 +126,7 @@ class PrepassLane final : public Lane {
     load_chunk(call_, *seq_, task_->v_head / call_.group, token, rows, with_q, set.chunk, q_rnorm, k_rnorm);
     call_.gates.load(seq_->batch, seq_->bos + token, task_->v_head, rows, g, beta);
     HeadTiles<T> head = set.heads[0];
+    head.decay = nullptr;
     if (!with_q) head.pg = nullptr;
     call_.kernels.head_tiles(set.chunk, g, beta, call_.scale, false, head);
   }

@@ -67,5 +67,29 @@ TEST(CpuOp, RecurrenceAndAdjoint) {
   }
 }
 
+// The gradient of o.sum() is one number with strides of 0; a column-major one has a last stride of its own.
+TEST(CpuOp, GradientOfOutputWithAnyStrides) {
+  Options s;
+  s.tokens = 70;
+  for (const bool expanded : {true, false}) {
+    CpuRun plain(s), strided(s);
+    const int64_t rows = s.tokens * s.v_heads;
+    Tensor turned(QLA_FLOAT32, {s.v_dim, rows});
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < s.v_dim; ++j) {
+        if (expanded) plain.d_o.set(i * s.v_dim + j, 0.5);
+        turned.set(expanded ? i * s.v_dim + j : j * rows + i, plain.d_o.get(i * s.v_dim + j));
+      }
+    qla_gdn_backward_args args = strided.backward_args();
+    args.d_o.data = turned.view.data;
+    const int64_t strides[4] = {0, expanded ? 0 : s.v_heads, expanded ? 0 : 1, expanded ? 0 : rows};
+    std::copy(strides, strides + 4, args.d_o.stride);
+    plain.backward();
+    cpu::backward(args, strided.problem);
+    EXPECT_EQ(plain.dq.bytes, strided.dq.bytes) << expanded;
+    EXPECT_EQ(plain.dv.bytes, strided.dv.bytes) << expanded;
+  }
+}
+
 }  // namespace
 }  // namespace qla::cpu_test
