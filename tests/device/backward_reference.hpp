@@ -22,6 +22,7 @@ struct Case {
   double correlated = 0;  // > 0: keys are one vector per head plus this much noise, normalised
   double beta_low = 0.05, beta_high = 0.95;
   double scale = 0.08838834764831845;
+  bool zero_rows = false;  // q and k of token 17, head 1 are 0
 };
 
 struct Problem {
@@ -90,6 +91,8 @@ Problem make_problem(const Case& c, Round round, uint64_t seed) {
   p.dht.resize(p.h0.size());
   for (auto& x : p.h0) x = c.h0 ? float(normal(rng)) : 0;
   for (auto& x : p.dht) x = c.dht ? float(normal(rng) / 8) : 0;
+  if (c.zero_rows)
+    for (int i = 0; i < kDim; i++) p.q[p.qk_at(17, 1) + i] = p.k[p.qk_at(17, 1) + i] = 0;
   const double nan = std::nan("");
   for (int64_t t = valid; t < p.tokens; t++) {
     for (int64_t i = 0; i < c.hk * kDim; i++) p.q[t * c.hk * kDim + i] = p.k[t * c.hk * kDim + i] = nan;

@@ -569,6 +569,11 @@ int main(int argc, char** argv) {
     cases.push_back(c);
   }
   {
+    Case c{"zero rows", {100}};
+    c.qk_norm = c.zero_rows = true;
+    cases.push_back(c);
+  }
+  {
     Case c{"raw gate, logits", {130}};
     c.raw_gate = c.logits = c.neg_eigval = c.qk_norm = true;
     cases.push_back(c);
@@ -604,10 +609,10 @@ int main(int argc, char** argv) {
   for (const Case& c : cases) {
     if (c.name.find(filter) == std::string::npos) continue;
     test_passes<__nv_bfloat16>(c);
-    if (c.name == "tails" || c.name == "norm") test_passes<__half>(c);
+    if (c.name == "tails" || c.name == "norm" || c.name == "zero rows") test_passes<__half>(c);
     if (c.lens.size() > 2) test_passes<__nv_bfloat16>(c, 2);
     test_chunk_grads<__nv_bfloat16>(c);
-    if (c.name == "tails" || c.name == "norm") test_chunk_grads<__half>(c);
+    if (c.name == "tails" || c.name == "norm" || c.name == "zero rows") test_chunk_grads<__half>(c);
   }
   if (filter.empty() || filter == "time") {
     time_passes(16, 32, 32768);

@@ -26,6 +26,14 @@ struct Maps {
 __device__ __forceinline__ uint32_t full_bar(uint32_t base, int stage) { return base + kBars + 8 * stage; }
 __device__ __forceinline__ uint32_t empty_bar(uint32_t base, int stage) { return base + kBars + 8 * (kMaxStages + stage); }
 
+// outputs of a chunk: product -> store, and back; two buffers
+__device__ __forceinline__ uint32_t out_full_bar(uint32_t base, int buffer) {
+  return base + kBars + 8 * (2 * kMaxStages + buffer);
+}
+__device__ __forceinline__ uint32_t out_empty_bar(uint32_t base, int buffer) {
+  return base + kBars + 8 * (2 * kMaxStages + 2 + buffer);
+}
+
 // A thread's place in its warpgroup and the shared-memory addresses of its fragments.
 struct Lane {
   int lane, warp;
@@ -108,10 +116,28 @@ __device__ __forceinline__ void write_buffer(const float (&s)[64], float* buffer
     *reinterpret_cast<float2*>(buffer + at + i % 2 * 8 * kDim + i / 2 * 8) = make_float2(s[2 * i], s[2 * i + 1]);
 }
 
-// Hands a stage back to the producers of both CTAs: each loads a half of what they share, for both.
-__device__ __forceinline__ void release_stage(uint32_t base, int stage, int lane) {
+// The product warps' side of the empty edges: lane r < 2 hands a stage back to the producer of CTA r, which loads a half of what
+// both use, for both. Relaxed, and no fence: what it orders are reads whose results have been used (wgmma waited for, ldmatrix
+// consumed). With release semantics the arrive is a membar, a tenth of a chunk's time.
+struct Release {
+  uint32_t first;  // this lane's remote empty_bar(0)
+  __device__ __forceinline__ Release(uint32_t base, int lane) {
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(first) : "r"(empty_bar(base, 0)), "r"(lane % kCluster));
+  }
+  __device__ __forceinline__ void operator()(int stage, int lane) const {
+    __syncwarp();
+    if (lane < kCluster)
+      asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(first + 8 * stage) : "memory");
+  }
+};
+// The product warps' side of the output edges, chunk i of the walk.
+__device__ __forceinline__ void wait_output(uint32_t base, int i) {
+  ptx::mbarrier_wait(out_empty_bar(base, i & 1), i / 2 % 2 ^ 1);
+}
+__device__ __forceinline__ void publish_output(uint32_t base, int i, int lane) {
+  ptx::proxy_fence();
   __syncwarp();
-  if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty_bar(base, stage), lane);
+  if (lane == 0) ptx::mbarrier_arrive(out_full_bar(base, i & 1));
 }
 
 // The producer's view of one chunk.

@@ -10,7 +10,7 @@ namespace qla::cuda::backward_passes {
 
 inline constexpr int kRows = 64, kDim = 128, kHalf = 64;  // tokens of a chunk; K = V; value columns of a CTA
 inline constexpr int kCluster = 2;                        // the two halves of V
-inline constexpr int kProductThreads = 128, kThreads = 160;
+inline constexpr int kProductThreads = 128, kThreads = 192;
 
 // shared memory, bytes. State stage: K V Abar vec; reverse stage: K Q dO Abar Pg vec. Output buffers: snapshot, then Delta or dR.
 inline constexpr int kKiB = 1024;

@@ -5,7 +5,8 @@
 //
 // Roles      warps  owns                            per chunk
 //   product  0-3    S^T or dS^T, 64 x 128 fp32      state_item.cuh, reverse_item.cuh
-//   load     4      -                               thread 0 issues all loads
+//   load     4      -                               lane 0 issues all loads
+//   store    5      -                               lane 0 issues all stores; rows of a tail chunk by all lanes
 //
 // Edges              from -> to                       count           guards
 //   full[stage]      load of both CTAs -> product     1 + tx          a stage's tiles
@@ -35,14 +36,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   const uint32_t base = ptx::shared_address(smem);
   const int cluster = blockIdx.x / kCluster, rank = int(ptx::cluster_rank());
   const bool reverse = p.kinds == kBoth && cluster % 2;
-  const WorkItem& work = p.items[p.kinds == kBoth ? cluster / 2 : cluster];
-  const Item it = make_item(work, p, reverse);
-  if (it.chunks < 0) return;  // both CTAs of the cluster
   const int stages = reverse ? kReverseStages : kStateStages, stage_bytes = reverse ? kReverseStage : kStateStage;
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; s++) {
       ptx::mbarrier_init(full_bar(base, s), 1);
       ptx::mbarrier_init(empty_bar(base, s), kCluster * kProductThreads / 32);
+    }
+    for (int b = 0; b < 2; b++) {
+      ptx::mbarrier_init(out_full_bar(base, b), kProductThreads / 32);
+      ptx::mbarrier_init(out_empty_bar(base, b), 1);
     }
     ptx::mbarrier_init_fence();
   }
@@ -53,19 +55,29 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   __syncthreads();
   ptx::cluster_arrive();
   ptx::cluster_wait();
-  if (threadIdx.x >= kProductThreads) {
-    if (threadIdx.x == kProductThreads) {
+  ptx::grid_dependency_launch();
+  ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
+  const WorkItem& work = p.items[p.kinds == kBoth ? cluster / 2 : cluster];
+  const Item it = make_item(work, p, reverse);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (it.chunks < 0) {
+    // nothing of this sequence in the range
+  } else if (warp < kProductThreads / 32) {
+    if (reverse)
+      reverse_item<T>(p, it, base, rank, work.start == QLA_START_INITIAL);
+    else
+      state_item<T>(p, it, base, rank);
+  } else if (warp == kProductThreads / 32) {
+    if (lane == 0) {
       if (reverse)
         load_reverse_item<T>(p, maps, it, base, rank);
       else
         load_state_item<T>(p, maps, it, base, rank);
     }
-  } else {
-    if (reverse)
-      reverse_item<T>(p, maps, it, base, rank, work.start == QLA_START_INITIAL);
-    else
-      state_item<T>(p, it, base, rank);
-    if (threadIdx.x == 0) ptx::bulk_wait();
+  } else if (reverse) {
+    store_reverse_item(p, maps, it, base, rank, lane);
+  } else if (lane == 0 && p.kinds == kBoth) {
+    store_state_item(p, it, base, rank);
   }
   __syncwarp();
   ptx::cluster_arrive();  // nobody leaves while the other may still write to its shared memory or barriers

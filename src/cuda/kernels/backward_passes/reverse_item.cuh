@@ -6,18 +6,8 @@
 
 namespace qla::cuda::backward_passes {
 
-// rows of a tail chunk to dV by ordinary stores: a box would overwrite the next sequence
-__device__ __forceinline__ void store_tail(const Params& p, uint32_t panel, int token, int rows, int head, int part) {
-  uint16_t* dv = static_cast<uint16_t*>(p.dv) + token / p.rows_per_batch * p.dv_stride_b +
-                 token % p.rows_per_batch * p.dv_stride_t + head * p.dv_stride_h + kHalf * part;
-  for (int i = threadIdx.x; i < rows * 8; i += kProductThreads)
-    *reinterpret_cast<uint4*>(dv + i / 8 * p.dv_stride_t + i % 8 * 8) =
-        ptx::lds4u(panel + panel_address(i / 8, i % 8 * 8, kRows));
-}
-
 template <typename T>
-__device__ __forceinline__ void reverse_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int part,
-                                             bool from_caller) {
+__device__ __forceinline__ void reverse_item(const Params& p, const Item& it, uint32_t base, int part, bool from_caller) {
   const Lane l{int(threadIdx.x % 32), int(threadIdx.x / 32)};
   float s[64];  // dS^T
   if (it.start == kFromCaller)
@@ -52,6 +42,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const Maps& maps, 
       ptx::pin(sf);
     };
     Ring<kReverseStages> ring;
+    const Release release(base, l.lane);
     ptx::mbarrier_wait(full_bar(base, 0), 0);
     if (it.last_rows < kRows) {
       zero_rows(base, 2, it.last_rows);
@@ -66,7 +57,6 @@ __device__ __forceinline__ void reverse_item(const Params& p, const Maps& maps, 
     pack_state(base, true);
     ptx::wgmma_wait();
     for (int i = 0; i < it.chunks; i++) {
-      const int c = it.chunks - 1 - i, slot = it.slot + c;
       const uint32_t st = base + ring.stage * kReverseStage, out = base + kOut + (i & 1) * kOutBuffer,
                      vec = st + kReverseVec + l.lane % 4 * 8;
       uint32_t og[16];
@@ -94,6 +84,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const Maps& maps, 
       ptx::wgmma_commit();
 #pragma unroll
       for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecE * 4 + n * 32);
+      wait_output(base, i);
 #pragma unroll
       for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(out, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
       ptx::wgmma_wait<1>();  // dE
@@ -135,21 +126,9 @@ __device__ __forceinline__ void reverse_item(const Params& p, const Maps& maps, 
 #pragma unroll
       for (int j = 0; j < 4; j++)
         ptx::stmatrix_x4_trans(l.transposed(out + kSnapshotHalf, j), ro[4 * j], ro[4 * j + 1], ro[4 * j + 2], ro[4 * j + 3]);
-      const int rows = i == 0 ? it.last_rows : kRows, token = int(it.token) + c * kRows;
-      ptx::proxy_fence();
-      if (threadIdx.x == 0) ptx::bulk_wait_read();
-      ptx::named_sync(1, kProductThreads);
-      if (threadIdx.x == 0) {
-        const int64_t at = int64_t(slot - p.first_slot) * p.num_v_heads + it.v_head;
-        ptx::bulk_store(p.d_state + at * kSnapshotBytes + part * kSnapshotHalf, out, kSnapshotHalf);
-        if (rows == kRows)
-          ptx::tensor_store_4d(&maps.dv, kHalf * part, it.v_head, token % p.rows_per_batch, token / p.rows_per_batch,
-                               out + kSnapshotHalf);
-        ptx::bulk_commit();
-      }
-      if (rows < kRows) store_tail(p, out + kSnapshotHalf, token, rows, it.v_head, part);
+      publish_output(base, i, l.lane);
       ptx::wgmma_wait<1>();  // dS is final; the next chunk's dO^T Pg is still in flight
-      release_stage(base, stage, l.lane);
+      release(stage, l.lane);
       pack_state(next, more);
       ptx::wgmma_wait();
     }
@@ -163,9 +142,9 @@ __device__ __forceinline__ void reverse_item(const Params& p, const Maps& maps, 
 template <typename T>
 __device__ __forceinline__ void load_reverse_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int rank) {
   Ring<kReverseStages> ring;
+  const int token = int(it.token), batch = token / p.rows_per_batch, row = token % p.rows_per_batch;
   for (int c = it.chunks - 1; c >= 0; c--) {
-    const int token = int(it.token) + c * kRows;
-    const Source src{token / p.rows_per_batch, token % p.rows_per_batch, it.slot + c, it.v_head};
+    const Source src{batch, row + c * kRows, it.slot + c, it.v_head};
     const uint32_t bar = full_bar(base, ring.stage), st = base + ring.stage * kReverseStage;
     ptx::mbarrier_wait(empty_bar(base, ring.stage), ring.phase ^ 1);
     ptx::mbarrier_arrive_expect(bar, 4 * kPanel + kPanel + 2 * kTileBytes + kVecBytesForward);
@@ -176,6 +155,35 @@ __device__ __forceinline__ void load_reverse_item(const Params& p, const Maps& m
                                   src.token, src.batch, bar, 3);
     ring.advance();
   }
+}
+
+// The store warp. Rows of a tail chunk go to dV by ordinary stores: a box would overwrite the next sequence.
+__device__ __forceinline__ void store_reverse_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int part,
+                                                   int lane) {
+  const int token = int(it.token), batch = token / p.rows_per_batch, row = token % p.rows_per_batch;
+  for (int i = 0; i < it.chunks; i++) {
+    const int c = it.chunks - 1 - i, rows = i == 0 ? it.last_rows : kRows;
+    const uint32_t out = base + kOut + (i & 1) * kOutBuffer, panel = out + kSnapshotHalf;
+    const int64_t at = int64_t(it.slot + c - p.first_slot) * p.num_v_heads + it.v_head;
+    ptx::mbarrier_wait(out_full_bar(base, i & 1), i / 2 % 2);
+    if (rows < kRows) {
+      uint16_t* dv = static_cast<uint16_t*>(p.dv) + batch * p.dv_stride_b + (row + c * kRows) * p.dv_stride_t +
+                     it.v_head * p.dv_stride_h + kHalf * part;
+      for (int n = lane; n < rows * 8; n += 32)
+        *reinterpret_cast<uint4*>(dv + n / 8 * p.dv_stride_t + n % 8 * 8) =
+            ptx::lds4u(panel + panel_address(n / 8, n % 8 * 8, kRows));
+      __syncwarp();
+    }
+    if (lane == 0) {
+      ptx::bulk_store(p.d_state + at * kSnapshotBytes + part * kSnapshotHalf, out, kSnapshotHalf);
+      if (rows == kRows) ptx::tensor_store_4d(&maps.dv, kHalf * part, it.v_head, row + c * kRows, batch, panel);
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<1>();
+      if (i) ptx::mbarrier_arrive(out_empty_bar(base, (i & 1) ^ 1));  // the buffer of the chunk before has been read
+    }
+    __syncwarp();
+  }
+  if (lane == 0) ptx::bulk_wait();
 }
 
 }  // namespace qla::cuda::backward_passes

@@ -19,6 +19,7 @@ __device__ __forceinline__ void state_item(const Params& p, const Item& it, uint
 #pragma unroll
     for (int i = 0; i < 64; i++) s[i] = 0.f;
   Ring<kStateStages> ring;
+  const Release release(base, l.lane);
   for (int c = 0; c < it.chunks; c++) {
     const uint32_t st = base + ring.stage * kStateStage, out = base + kOut + (c & 1) * kOutBuffer,
                    vec = st + kStateVec + l.lane % 4 * 8;
@@ -51,6 +52,7 @@ __device__ __forceinline__ void state_item(const Params& p, const Item& it, uint
 #pragma unroll
     for (int n = 0; n < 8; n++) gk[n] = ptx::lds2(vec + kVecK * 4 + n * 32);
     if (output) {
+      wait_output(base, c);
 #pragma unroll
       for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(out, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
     }
@@ -86,19 +88,10 @@ __device__ __forceinline__ void state_item(const Params& p, const Item& it, uint
 #pragma unroll
       for (int j = 0; j < 4; j++)
         ptx::stmatrix_x4_trans(l.transposed(out + kSnapshotHalf, j), df[4 * j], df[4 * j + 1], df[4 * j + 2], df[4 * j + 3]);
-      // a chunk's outputs leave together: one fence, one barrier, one group
-      ptx::proxy_fence();
-      if (threadIdx.x == 0) ptx::bulk_wait_read();  // the other buffer is free again
-      ptx::named_sync(1, kProductThreads);
-      if (threadIdx.x == 0) {
-        const int64_t at = int64_t(slot - p.first_slot) * p.num_v_heads + it.v_head;
-        ptx::bulk_store(p.state + at * kSnapshotBytes + part * kSnapshotHalf, out, kSnapshotHalf);
-        ptx::bulk_store(p.delta + at * kDeltaBytes + part * kPanel, out + kSnapshotHalf, kPanel);
-        ptx::bulk_commit();
-      }
+      publish_output(base, c, l.lane);
     }
     ptx::wgmma_wait();
-    release_stage(base, ring.stage, l.lane);
+    release(ring.stage, l.lane);
     ring.advance();
   }
 }
@@ -106,9 +99,9 @@ __device__ __forceinline__ void state_item(const Params& p, const Item& it, uint
 template <typename T>
 __device__ __forceinline__ void load_state_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int rank) {
   Ring<kStateStages> ring;
+  const int token = int(it.token), batch = token / p.rows_per_batch, row = token % p.rows_per_batch;
   for (int c = 0; c < it.chunks; c++) {
-    const int token = int(it.token) + c * kRows;
-    const Source src{token / p.rows_per_batch, token % p.rows_per_batch, it.slot + c, it.v_head};
+    const Source src{batch, row + c * kRows, it.slot + c, it.v_head};
     const uint32_t bar = full_bar(base, ring.stage), st = base + ring.stage * kStateStage;
     ptx::mbarrier_wait(empty_bar(base, ring.stage), ring.phase ^ 1);
     ptx::mbarrier_arrive_expect(bar, 2 * kPanel + kPanel + kTileBytes + kVecBytesForward);
@@ -116,6 +109,21 @@ __device__ __forceinline__ void load_state_item(const Params& p, const Maps& map
     ptx::tensor_load_4d(st + kStateV, &maps.v, kHalf * rank, src.head, src.token, src.batch, bar);
     ring.advance();
   }
+}
+
+// one thread of the store warp
+__device__ __forceinline__ void store_state_item(const Params& p, const Item& it, uint32_t base, int part) {
+  for (int c = 0; c < it.chunks; c++) {
+    const uint32_t out = base + kOut + (c & 1) * kOutBuffer;
+    const int64_t at = int64_t(it.slot + c - p.first_slot) * p.num_v_heads + it.v_head;
+    ptx::mbarrier_wait(out_full_bar(base, c & 1), c / 2 % 2);
+    ptx::bulk_store(p.state + at * kSnapshotBytes + part * kSnapshotHalf, out, kSnapshotHalf);
+    ptx::bulk_store(p.delta + at * kDeltaBytes + part * kPanel, out + kSnapshotHalf, kPanel);
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<1>();
+    if (c) ptx::mbarrier_arrive(out_empty_bar(base, (c & 1) ^ 1));  // the buffer of the chunk before has been read
+  }
+  ptx::bulk_wait();
 }
 
 }  // namespace qla::cuda::backward_passes

@@ -48,6 +48,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   Lane w{base, warp % 4, int(threadIdx.x % 32), 0};
   if (threadIdx.x == 0) init_barriers(w);
   __syncthreads();
+  ptx::grid_dependency_launch();
+  ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
   if (warp < 8) {
     ptx::setmaxnreg_inc<kRegsProduct>();
     product_role<T>(p, w, warp >= 4);

@@ -68,6 +68,7 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
       float(&scored)[32] = h0, (&products)[32] = h1;
       ptx::wgmma_fence();
       product_tokens<T>(scored, s_left, s_delta);  // (B5) J | (B6) Z
+      ptx::wgmma_fence();
       product_tokens<T>(products, s_rows, s_k);    // Q K^T | K K^T
       ptx::wgmma_commit();
       const float sign = key ? -1.f : p.scale, factor[2] = {sign * norm[0], sign * norm[1]};
@@ -84,13 +85,16 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
 #pragma unroll
       for (int k = 0; k < 4; k++)
         ptx::stmatrix_x4(rows.block(k), operand[4 * k], operand[4 * k + 1], operand[4 * k + 2], operand[4 * k + 3]);
-      uint32_t m[16];
       if (!key) {
         w.arrive(w.full(kM));
+        ptx::wgmma_fence();
+        product_operand<T>(sum, operand, s_k);  // (B8) dP K
+        ptx::wgmma_commit();
+        ptx::wgmma_wait();
       } else {
         ptx::named_sync(3, 128);
-        // X + X^T: the lower part is in these registers, the upper one is another warp's; on the diagonal block one of the two is
-        // 0
+        // X + X^T: the lower part is in these registers, the upper one is another warp's; on the diagonal block
+        // one of the two is 0
         const BlockColumn x_columns(s_x, 16 * w.warp, w.lane);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -100,6 +104,7 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
           for (int i = 0; i < 4; i++)
             operand[4 * k + i] = k < w.warp ? operand[4 * k + i] : k > w.warp ? f[i] : operand[4 * k + i] | f[i];
         }
+        uint32_t m[16];
         w.wait_full(kM);
         const BlockColumn m_columns(s_m, 16 * w.warp, w.lane);
 #pragma unroll
@@ -107,15 +112,12 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
           ptx::ldmatrix_x4_trans(m_columns.block(k), m[4 * k], m[4 * k + 1], m[4 * k + 2], m[4 * k + 3]);
         w.arrive(w.empty(kM));
         ptx::named_sync(3, 128);  // X has been read
-      }
-      ptx::wgmma_fence();
-      product_operand<T>(sum, operand, s_k);     // (B8) dP K | (B9) (X + X^T) K
-      if (key) {
         ptx::wgmma_fence();
-        product_operand<T>(sum, m, s_q);  // (B9) dP^T Q
+        product_operand<T>(sum, operand, s_k);  // (B9) (X + X^T) K
+        product_operand<T>(sum, m, s_q);        // (B9) dP^T Q
+        ptx::wgmma_commit();
+        ptx::wgmma_wait();
       }
-      ptx::wgmma_commit();
-      ptx::wgmma_wait();
     }
     forget(w.lane);
     if (p.qk_norm) unnormalise<T>(sum, s_rows, norm, w.warp, w.lane);

@@ -60,6 +60,16 @@ struct ScoreColumns {  // of this lane: 2 x 2 columns of block kb
 //   operand   row_factor G acc beta_j rk_j   (dP or X, with both norms in it)
 //   Y' = row_factor G acc rk_j pair, Y = Y' beta_j, of strictly lower places; dbeta counts the diagonal too where it is kept (not
 //   Strict).
+// fp16: where a zero row of q meets a zero row of k under q-k normalisation, both norms are 1e3 and the factor may leave fp16's
+// range; it multiplies rows of zeros only, and inf x 0 would be NaN. Elsewhere inf stays inf.
+template <typename T>
+__device__ __forceinline__ float in_range(float x, float pair) {
+  if constexpr (std::is_same_v<T, __half>)
+    return fabsf(x) > 65504.f && pair == 0.f ? 0.f : x;
+  else
+    return x;
+}
+
 template <typename T>
 __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pair)[32], uint32_t vec,
                                        const float (&row_factor)[2], int warp, int lane, bool strict, uint32_t (&operand)[16],
@@ -93,7 +103,8 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
           x[e] *= c.beta[j];
           sum[h] += x[e] * pair[at];
         }
-        operand[4 * kb + 2 * n + h] = pack<T>(x[0], x[1]);
+        operand[4 * kb + 2 * n + h] =
+            pack<T>(in_range<T>(x[0], pair[8 * kb + 4 * n + 2 * h]), in_range<T>(x[1], pair[8 * kb + 4 * n + 2 * h + 1]));
       }
     left[0] += sum[0];
     left[1] += sum[1];
@@ -129,7 +140,8 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
         x[e] = inside ? x[e] * c.beta[j] : 0.f;  // +0, never -0: the upper part of X + X^T is or-ed in
         y[e] = i > t + e ? x[e] * diagonal_pair[at] : 0.f;
       }
-      result[2 * n + h] = pack<T>(x[0], x[1]);
+      result[2 * n + h] =
+          pack<T>(in_range<T>(x[0], diagonal_pair[4 * n + 2 * h]), in_range<T>(x[1], diagonal_pair[4 * n + 2 * h + 1]));
       // B_it = sum_{j<t} Y_ij for this lane's two t: exclusive prefix over the quad, then over the two column blocks
       const float both = y[0] + y[1];
       const float o1 = __shfl_xor_sync(~0u, both, 1);
