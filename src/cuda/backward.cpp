@@ -48,26 +48,40 @@ bool expanded(const qla_tensor& t) {
     if (t.shape[i] > 1 && t.stride[i] <= 0) return true;
   return false;
 }
-// whether tensor copies can move this tensor as elements of q's type
-bool addressable(const qla_tensor& t, const Problem& p) {
-  return present(t) && t.dtype == p.dtype && last_contiguous(t) && !expanded(t) && *token_map_obstacle(map_shape(t)) == '\0';
+// The queries look at strides alone: their caller may not have allocated anything yet (decision 0002). The run looks at base
+// addresses, too.
+enum class Look { Strides, Addresses };
+const char* obstacle_of(const qla_tensor& t, Look look) {
+  if (expanded(t)) return "a stride is not positive";
+  TokenMapShape shape = map_shape(t);
+  if (look == Look::Strides) shape.data = nullptr;
+  return token_map_obstacle(shape);
 }
-void check_map(const qla_tensor& t, const char* name) {
+// whether tensor copies can move this tensor as elements of q's type
+bool addressable(const qla_tensor& t, const Problem& p, Look look) {
+  return present(t) && t.dtype == p.dtype && last_contiguous(t) && *obstacle_of(t, look) == '\0';
+}
+void check_map(const qla_tensor& t, const char* name, Look look) {
   if (numel(t) == 0) return;
-  const char* obstacle = expanded(t) ? "a stride is not positive" : token_map_obstacle(map_shape(t));
+  const char* obstacle = obstacle_of(t, look);
   QLA_SUPPORTED(
       *obstacle == '\0', name,
       ": expected what tensor copies can address (base and strides multiples of 16 bytes, strides positive), got strides ",
       stride_string(t), ": ", obstacle, "; pass a contiguous copy");
 }
+void check_maps(const qla_gdn_backward_args& args, Look look) {
+  check_map(args.q, "q", look);
+  check_map(args.k, "k", look);
+  check_map(args.v, "v", look);
+}
 
 bool wants_chunk_gradients(const qla_gdn_backward_args& a) {
   return present(a.dq) || present(a.dk) || present(a.dg) || present(a.dbeta) || present(a.dA_log) || present(a.ddt_bias);
 }
-BackwardNeeds needs_of(const qla_gdn_backward_args& args, const Problem& p) {
+BackwardNeeds needs_of(const qla_gdn_backward_args& args, const Problem& p, Look look) {
   BackwardNeeds n;
-  n.copy_d_o = !addressable(args.d_o, p);
-  n.scratch_dv = !addressable(args.dv, p);
+  n.copy_d_o = !addressable(args.d_o, p, look);
+  n.scratch_dv = !addressable(args.dv, p, look);
   n.gate_partials = present(args.dA_log) || present(args.ddt_bias);
   return n;
 }
@@ -317,9 +331,7 @@ void backward_check(const qla_gdn_backward_args& args, const Problem& p) {
                 dtype_name(p.dtype), "; cast q, k and v, or use CPU tensors");
   QLA_SUPPORTED(p.k_dim == 128 && p.v_dim == 128, "q, v: expected head sizes K = V = 128 on CUDA, got K = ", p.k_dim,
                 ", V = ", p.v_dim, "; pad the heads to 128, or use CPU tensors");
-  check_map(args.q, "q");
-  check_map(args.k, "k");
-  check_map(args.v, "v");
+  check_maps(args, Look::Strides);
   QLA_SUPPORTED(
       p.total_tokens() <= INT32_MAX && p.chunk_slots() * p.num_v_heads < int64_t(1) << 30 &&
           p.num_seqs * p.num_v_heads < int64_t(1) << 28,
@@ -328,7 +340,7 @@ void backward_check(const qla_gdn_backward_args& args, const Problem& p) {
 }
 
 void backward_workspace(const qla_gdn_backward_args& args, const Problem& p, size_t* least, size_t* best) {
-  const BackwardNeeds needs = needs_of(args, p);
+  const BackwardNeeds needs = needs_of(args, p, Look::Strides);
   *least = lay_out_backward(nullptr, p, needs, range_of(p, most_ranges(p))).bytes;
   *best = lay_out_backward(nullptr, p, needs, range_of(p, 1)).bytes;
   *least = std::min(*least, *best);
@@ -340,7 +352,8 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
   const CurrentDevice current(args.device);
   prepare_kernels(device);
   if (p.num_v_heads == 0) return;
-  const BackwardNeeds needs = needs_of(args, p);
+  check_maps(args, Look::Addresses);
+  const BackwardNeeds needs = needs_of(args, p, Look::Addresses);
   const int64_t range_slots = choose_range(p, needs, args.workspace_bytes);
   QLA_CHECK(range_slots > 0, "workspace_bytes: expected what the workspace query says for these very tensors, got ",
             args.workspace_bytes, "; query with the strides and addresses of the call");
