@@ -3,10 +3,12 @@
 // leaves the states at the ranges' starts. Nothing here allocates, synchronises or asks the device anything; the first call on a
 // device loads the kernels (qla_prepare does it ahead).
 #include <algorithm>
+#include <vector>
 
 #include "core/backend.hpp"
 #include "core/status.hpp"
 #include "core/tensor_view.hpp"
+#include "core/values.hpp"
 #include "cuda/backward_workspace.hpp"
 #include "cuda/device.hpp"
 #include "cuda/kernels/backward_passes/launch.hpp"
@@ -199,6 +201,17 @@ intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, cons
   return a;
 }
 
+// QLA_FLAG_VALIDATE: boundaries that only device memory knows. Synchronises.
+void validate_boundaries(const qla_gdn_backward_args& args, const Problem& p, cudaStream_t stream) {
+  std::vector<char> bytes(size_t(numel(args.cu_seqlens) * dtype_size(args.cu_seqlens.dtype)));
+  check_cuda(cudaMemcpyAsync(bytes.data(), args.cu_seqlens.data, bytes.size(), cudaMemcpyDeviceToHost, stream),
+             "cudaMemcpyAsync");
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  qla_tensor host = args.cu_seqlens;
+  host.data = bytes.data();
+  check_boundaries(host, p.tokens);
+}
+
 // Everything the launches of one call share.
 struct Run {
   const qla_gdn_backward_args& args;
@@ -360,6 +373,7 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
   const BackwardBuffers b = lay_out_backward(args.workspace, p, needs, range_slots);
   Run r{args, p, device, b, range_slots, static_cast<cudaStream_t>(args.stream), p.dtype == QLA_BFLOAT16};
 
+  if (p.validate_values && p.varlen) validate_boundaries(args, p, r.stream);
   check_cuda(segments::launch(plan_args(args, p, b), device.multiprocessors, r.stream), "plan_segments");
   const bool rows = p.total_tokens() > 0;
   if (rows) {
