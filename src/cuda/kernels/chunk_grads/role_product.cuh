@@ -69,7 +69,7 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
       ptx::wgmma_fence();
       product_tokens<T>(scored, s_left, s_delta);  // (B5) J | (B6) Z
       ptx::wgmma_fence();
-      product_tokens<T>(products, s_rows, s_k);    // Q K^T | K K^T
+      product_tokens<T>(products, s_rows, s_k);  // Q K^T | K K^T
       ptx::wgmma_commit();
       const float sign = key ? -1.f : p.scale, factor[2] = {sign * norm[0], sign * norm[1]};
       ptx::wgmma_wait();
