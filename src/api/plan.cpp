@@ -87,7 +87,8 @@ float predict(const PlannedCall& planned, const plan::Shape& shape, const std::v
   Queue main, pre;
   int64_t chain = 0, longest_chain = 0;
   for (const Segment& s : segments) {
-    for (int32_t part = 0; part < choice.value_splits; ++part) main.add(static_cast<float>(s.walked_chunks()) * per_chunk);
+    for (int32_t part = 0; part < choice.value_splits; ++part)
+      main.add(static_cast<float>(s.walked_chunks()) * per_chunk + costs.item);
     for (int32_t part = 0; part < 2; ++part) {
       if (s.needs_end_state) pre.add(static_cast<float>(s.walked_chunks()) * costs.state_half);
       if (s.needs_transition) pre.add(static_cast<float>(s.num_chunks) * costs.state_half);
@@ -95,10 +96,8 @@ float predict(const PlannedCall& planned, const plan::Shape& shape, const std::v
     chain = s.start == QLA_START_MERGED ? chain + 1 : 0;
     longest_chain = std::max(longest_chain, chain);
   }
-  float us = plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks)) + main.makespan(costs.num_sms);
-  if (candidate.segment_chunks > 0)
-    us += costs.walk_fixed + costs.merge_fixed + pre.makespan(costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;
-  return us;
+  return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks)) + main.makespan(costs.num_sms) +
+         pre.makespan(costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;
 }
 
 void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t num_lens, const float* chunk_log_decay,

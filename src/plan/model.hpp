@@ -62,10 +62,12 @@ inline float chunk_cost(const DeviceCosts& costs, bool backward, const Candidate
 // All that is no walk along the sequences.
 inline float parallel_cost(const DeviceCosts& costs, const Shape& shape, const Candidate& c, float chunks) {
   const float share = chunks * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms);
-  float us = costs.plan + costs.walk_fixed;
-  if (!c.fused) us += costs.intra_fixed + share * costs.intra[shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2];
-  if (shape.backward) us += costs.intra_fixed + share * costs.grads;
-  if (c.segment_chunks > 0) us += costs.cut_fixed;
+  float us = costs.launches + (shape.num_seqs > 1 ? costs.packed : 0.0f) + (c.segment_chunks > 0 ? costs.cut : 0.0f);
+  if (c.fused)
+    us -= costs.intra_launch;
+  else
+    us += share * costs.intra[shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2];
+  if (shape.backward) us += costs.intra_launch + share * costs.grads;
   return us;
 }
 
@@ -93,33 +95,34 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
   const float splits = static_cast<float>(c.splits);
   const bool exact_only = policy.mode == QLA_CP_EXACT;
   const float exact_heads = exact_only ? heads : static_cast<float>(static_cast<int64_t>(heads * kAssumedExactShare + 0.5f));
-  Load main, pre;
-  float chunks = 0;
+  float items = 0, chunks = 0;
+  const auto pieces_of = [&](int64_t of) {
+    return c.segment_chunks > 0 ? std::max<int64_t>(1, ceil_div(of, c.segment_chunks)) : 1;
+  };
+  for (int32_t i = 0; i < profile.num_kinds; ++i) {
+    const Profile::Kind& kind = profile.kinds[i];
+    items += static_cast<float>(kind.count * pieces_of(kind.chunks)) * heads * splits;
+    chunks += static_cast<float>(kind.count * kind.chunks);
+  }
+  const float per_chunk = chunk_cost(costs, shape.backward, c, items > sms);
+  Load main, pre;  // in microseconds
   int64_t longest_chain = 0;
   for (int32_t i = 0; i < profile.num_kinds; ++i) {
     const Profile::Kind& kind = profile.kinds[i];
-    const float count = static_cast<float>(kind.count);
-    chunks += count * static_cast<float>(kind.chunks);
-    const int64_t pieces = c.segment_chunks > 0 ? std::max<int64_t>(1, ceil_div(kind.chunks, c.segment_chunks)) : 1;
-    const float length = static_cast<float>(ceil_div(kind.chunks, pieces));
-    if (pieces == 1) {
-      main.add(count * heads * splits, length);
-      continue;
-    }
+    const int64_t pieces = pieces_of(kind.chunks);
+    const float count = static_cast<float>(kind.count), length = static_cast<float>(ceil_div(kind.chunks, pieces));
+    main.add(count * heads * splits, length * per_chunk + costs.item);
+    if (pieces == 1) continue;
     const float later = static_cast<float>(pieces - 1);
-    main.add(count * heads * splits, length);
-    main.add(count * exact_heads * splits * later, length);
-    main.add(count * (heads - exact_heads) * splits * later, length + static_cast<float>(kAssumedWarmup));
+    main.add(count * exact_heads * splits * later, length * per_chunk + costs.item);
+    main.add(count * (heads - exact_heads) * splits * later,
+             (length + static_cast<float>(kAssumedWarmup)) * per_chunk + costs.item);
     // S_ext of all segments but the last, M of all but the first and the last; always in halves of V.
-    pre.add(count * exact_heads * 2.0f * (2.0f * later - 1.0f), length);
+    pre.add(count * exact_heads * 2.0f * (2.0f * later - 1.0f), length * costs.state_half);
     if (exact_heads > 0) longest_chain = std::max(longest_chain, pieces - 1);
   }
-  float us =
-      parallel_cost(costs, shape, c, chunks) + main.makespan(sms) * chunk_cost(costs, shape.backward, c, main.items >= sms);
-  if (c.segment_chunks > 0)  // the launches come whether or not a head needs them
-    us += costs.walk_fixed + costs.merge_fixed + pre.makespan(sms) * costs.state_half +
-          static_cast<float>(longest_chain) * costs.merge;
-  return us;
+  return parallel_cost(costs, shape, c, chunks) + main.makespan(sms) + pre.makespan(sms) +
+         static_cast<float>(longest_chain) * costs.merge;
 }
 
 }  // namespace qla::plan
