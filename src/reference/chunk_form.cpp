@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "reference/activations.hpp"
 #include "reference/linear.hpp"
@@ -98,17 +99,46 @@ class Head {  // one value head of one sequence
     return c;
   }
 
-  // (I + (G o L) diag(beta))^-1 = Abar (F3); without the gate (F2), diag(beta) on the other side. By substitution, row after row.
+  // The matrix that (F2), (F3) invert, without its unit diagonal: (G o L) diag(beta), or diag(beta) L
+  Tile<A> strictly_lower(const Chunk<P>& c, bool gated) const {
+    Tile<A> lower(C_ * C_, A(0));
+    for (int64_t i = 0; i < C_; ++i)
+      for (int64_t j = 0; j < i; ++j)
+        lower[i * C_ + j] = c.kk[i * C_ + j] * (gated ? c.decay[i * C_ + j] * c.beta[j] : c.beta[i]);
+    return lower;
+  }
+
+  // Abar = (I + (G o L) diag(beta))^-1 (F3), or (F2). By substitution, row after row; a 16-bit kernel does so for the diagonal
+  // blocks of 16 and fills in those below by products of fp16 operands: A21 = -A22 (L21 A11), first for blocks of 16, then of 32.
   Tile<A> inverse(const Chunk<P>& c, bool gated) const {
+    const Tile<A> lower = strictly_lower(c, gated), blocks = inverse_by_blocks(lower, std::is_same_v<P, Exact> ? C_ : 16);
+    const bool fits = std::all_of(blocks.begin(), blocks.end(), [](A x) { return std::isfinite(x); });
+    return fits ? blocks : inverse_by_blocks(lower, C_);  // beyond fp16: all by substitution
+  }
+  Tile<A> inverse_by_blocks(const Tile<A>& lower, int64_t block) const {
     Tile<A> inv(C_ * C_, A(0));
     for (int64_t i = 0; i < C_; ++i) {
       inv[i * C_ + i] = A(1);
-      for (int64_t j = 0; j < i; ++j) {
-        const A l = gated ? c.decay[i * C_ + j] * c.kk[i * C_ + j] * c.beta[j] : c.beta[i] * c.kk[i * C_ + j];
-        for (int64_t m = 0; m <= j; ++m) inv[i * C_ + m] -= l * inv[j * C_ + m];
-      }
+      for (int64_t j = i / block * block; j < i; ++j)
+        for (int64_t m = i / block * block; m <= j; ++m) inv[i * C_ + m] -= lower[i * C_ + j] * inv[j * C_ + m];
     }
+    for (int64_t size = block; size < C_; size *= 2)
+      for (int64_t from = 0; from + size < C_; from += 2 * size) below(lower, from, size, std::min(C_, from + 2 * size), inv);
     return inv;
+  }
+  // rows from + size .. end, columns from .. from + size
+  void below(const Tile<A>& lower, int64_t from, int64_t size, int64_t end, Tile<A>& inv) const {
+    const int64_t rows = end - from - size;
+    Tile<A> l21(rows * size), a11(size * size), a22(rows * rows);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < size; ++j) l21[i * size + j] = round_fp16(lower[(from + size + i) * C_ + from + j]);
+    for (int64_t i = 0; i < size; ++i)
+      for (int64_t j = 0; j < size; ++j) a11[i * size + j] = round_fp16(inv[(from + i) * C_ + from + j]);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < rows; ++j) a22[i * rows + j] = round_fp16(inv[(from + size + i) * C_ + from + size + j]);
+    const Tile<A> inner = rounded<Fp16>(nn(l21, a11, rows, size, size)), outer = nn(a22, inner, rows, size, rows);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < size; ++j) inv[(from + size + i) * C_ + from + j] = -outer[i * size + j];
   }
 
   // One chunk of the forward walk. state becomes S+; delta and snapshot are what a state pass would store.

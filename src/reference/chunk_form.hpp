@@ -4,7 +4,8 @@
 //   Operand::kExact   float64, nothing rounded: a second road to the recurrence's numbers, and the reference for long sequences;
 //   Operand::kBf16/16 the emulator: what a 16-bit GPU kernel rounds is rounded here, once - the matrix operands S, R, Delta, E,
 //   Abar, Pg,
-//                     dS, dR, dD, dP, X and the scaled dO and dR of (B4) - while states, accumulators and gate vectors are fp32.
+//                     dS, dR, dD, dP, X and the scaled dO and dR of (B4) - while states, accumulators and gate vectors are fp32;
+//                     the inverse is put together from blocks by products of fp16 operands, as on the GPU.
 //
 // Its error against the recurrence is the scale by which a 16-bit backend is judged. Outputs are not yet rounded to their
 // tensors' types.

@@ -48,7 +48,8 @@ std::set<std::string> tested_in_python() {
   if (!std::filesystem::exists(folder)) return found;
   for (const auto& file : std::filesystem::directory_iterator(folder)) {
     const std::string text = text_of(file.path());
-    add_matches(text, std::regex("\"\"\"D-(\\d+)\\."), "D-", found);  // the recipes of part F: a test's docstring begins with the number
+    add_matches(text, std::regex("\"\"\"D-(\\d+)\\."), "D-",
+                found);  // the recipes of part F: a test's docstring begins with the number
     const std::regex mark("mark\\.br\\(([^)]*)\\)");
     for (std::sregex_iterator at(text.begin(), text.end(), mark), end; at != end; ++at) {
       const std::string arguments = "," + std::string((*at)[1]);

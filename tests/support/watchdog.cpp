@@ -19,6 +19,9 @@ Watchdog::Watchdog(unsigned seconds, const std::string& what) {
   const std::string text = "watchdog: " + what + " did not return within " + std::to_string(seconds) + " s\n";
   std::strncpy(message, text.c_str(), sizeof message - 1);
   std::signal(SIGALRM, on_alarm);
+#ifdef __SANITIZE_ADDRESS__
+  seconds *= 5;
+#endif
   alarm(seconds);
 }
 Watchdog::~Watchdog() { alarm(0); }
