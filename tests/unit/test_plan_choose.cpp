@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <random>
 #include <string>
 #include <vector>
@@ -190,7 +191,9 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
   std::mt19937_64 random(5);
   const auto pick = [&](int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random); };
   int64_t tightest_items = INT64_MAX, tightest_states = INT64_MAX, cuts = 0;
-  for (int round = 0; round < 20000; ++round) {
+  const char* const given = std::getenv("QLA_FUZZ_ROUNDS");  // a million takes half a minute
+  const int64_t rounds = given ? std::strtoll(given, nullptr, 10) : 20000;
+  for (int64_t round = 0; round < rounds; ++round) {
     SCOPED_TRACE(round);
     const int64_t seqs = pick(0, 3) ? pick(1, 6) : pick(0, 300);
     std::vector<int64_t> lens(static_cast<size_t>(seqs));
