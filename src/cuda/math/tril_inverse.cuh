@@ -6,7 +6,7 @@
 //        A10^T = (T0^T U01) T1^T,  A32^T = (T2^T U23) T3^T,  A[2:4,0:2]^T = (Ta^T U[0:2,2:4]) Tb^T,   Ta, Tb: the 32 x 32
 //        inverses.
 // Never powers of U: with correlated keys they overflow or cancel (the inverse is small where they are large). fp16 has the
-// mantissa of tf32; what does not fit it (above 65,504: unnormalised keys, positive gates) turns up as inf or NaN in the
+// mantissa of tf32; what does not fit it (unnormalised keys, positive gates) turns up as large entries, inf or NaN in the
 // products and is then done again in fp32 by guarded_inverse.
 #pragma once
 
@@ -122,13 +122,18 @@ __device__ __forceinline__ void diagonal_inverses(uint32_t tile, uint32_t ex, ui
   }
 }
 
+// What a thread's elements of the finished blocks, at most sixteen, may add up to. Keys and beta that shrink the state
+// (beta |k|^2 <= 2) give entries of at most 2; much larger ones mean a growing recurrence, in which the operands' fp16 rounding
+// grows along.
+inline constexpr float kLargest = 64.f;
 // The off-diagonal blocks; all four warps, between two barriers of theirs (`barrier`: one more inside). Returns whether this
-// thread met an inf or a NaN: an operand that overflowed poisons a whole row or column of a block that is looked at.
+// thread met more than that, an inf or a NaN: an operand that overflowed poisons a whole row or column of a block that is looked
+// at.
 template <typename T, bool Spread = false>
 __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, int warp, int lane, int barrier) {
   using ptx::wgmma_rs;
   uint32_t ta[8], f[4];
-  float z1[8], z2[16], z3[16], poison = 0.f;
+  float z1[8], z2[16], z3[16], size = 0.f;
   ptx::ldmatrix_x4_trans(ex +
                              (warp == 0   ? kExQ + 2048
                               : warp == 1 ? kExQ
@@ -163,14 +168,14 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
   if (warp == 0) {
     put_tile<T, Spread>(tile, z2, 1, 0, lane);
 #pragma unroll
-    for (int i = 0; i < 8; i++) poison = fmaf(z2[i], 0.f, poison);
+    for (int i = 0; i < 8; i++) size += fabsf(z2[i]);
   }
   if (warp == 2) {
     put_exchange(ex + kExP, z2 + 8, 16, 32, lane);
     ptx::proxy_fence();
     put_tile<T, Spread>(tile, z2 + 8, 3, 2, lane);
 #pragma unroll
-    for (int i = 8; i < 16; i++) poison = fmaf(z2[i], 0.f, poison);
+    for (int i = 8; i < 16; i++) size += fabsf(z2[i]);
   }
   ptx::wgmma_wait();
   ptx::named_sync(barrier, 128);
@@ -185,9 +190,9 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
     put_tile<T, Spread>(tile, z2, 2, warp, lane);
     put_tile<T, Spread>(tile, z2 + 8, 3, warp, lane);
 #pragma unroll
-    for (int i = 0; i < 16; i++) poison = fmaf(z2[i], 0.f, poison);
+    for (int i = 0; i < 16; i++) size += fabsf(z2[i]);
   }
-  return poison != poison;
+  return !(size < kLargest);
 }
 
 // ---- the guarded form: all in fp32. Needs 14 KiB: U's ten lower blocks [i][j], then 64 x 16 floats of the columns at work.
