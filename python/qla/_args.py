@@ -137,12 +137,19 @@ def tma_strides(x: Tensor) -> bool:
     return last_contiguous(x) and all(n <= 1 or s * x.element_size() % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1]))
 
 
+def wants_copy(x: Tensor) -> bool:
+    """Whether the kernels can address a contiguous copy but not the tensor as it lies."""
+    if x.is_cuda:
+        row = x.shape[-1] * x.element_size()
+        return not tma_strides(x) and row > 0 and row % 16 == 0
+    return not last_contiguous(x)
+
+
 def needed_copies(inputs: Inputs) -> tuple[int, ...]:
     """The inputs that the backend cannot address as they lie: q, k, v and a given state, never gates."""
     q = inputs[0]
     assert q is not None
-    suits = tma_strides if q.is_cuda else last_contiguous
-    copies = [i for i in (0, 1, 2) if not suits(inputs[i])]  # type: ignore[arg-type]
+    copies = [i for i in (0, 1, 2) if wants_copy(inputs[i])]  # type: ignore[arg-type]
     state = inputs[5]
     pool = len(inputs) > 10 and inputs[10] is not None  # written in place: never a copy
     if state is not None and not pool and not last_contiguous(state):

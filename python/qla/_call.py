@@ -33,7 +33,7 @@ from qla._args import (
     layout_of,
     needed_copies,
     state_dtype,
-    tma_strides,
+    wants_copy,
 )
 
 log = logging.getLogger("qla")
@@ -321,7 +321,7 @@ def _backward_entry(
     assert q is not None
     entry = _Entry()
     entry.copies = needed_copies(inputs)
-    if d_o is not None and not (tma_strides if q.is_cuda else last_contiguous)(d_o):
+    if d_o is not None and wants_copy(d_o):
         entry.copies += (10,)
     if d_final is not None and not last_contiguous(d_final):
         entry.copies += (11,)
