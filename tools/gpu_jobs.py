@@ -22,6 +22,7 @@ class Job:
     group: str  # jobs of a group are counted together
     extra: dict[str, str] = field(default_factory=dict)
     timeout: float = 1e9
+    alone: bool = False  # the exit status is all it says: one test
     report: Path | None = None  # a JUnit file that the program writes
     code: int | None = None  # None: never began
     late: bool = False

@@ -79,7 +79,7 @@ def timings(environment: dict[str, str], folder: Path) -> dict[str, float]:
     """The published grid, measured alone after the tests; the files go to `folder`, some rows and the means into the record."""
     command = [sys.executable, "-m", "qla", "bench", "--grid", "published", "--peers", "none", "--host", "--out", str(folder)]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         output = done.stdout
     except subprocess.TimeoutExpired as late:
         output = (late.stdout or b"").decode(errors="replace") if isinstance(late.stdout, bytes) else (late.stdout or "")
