@@ -9,8 +9,7 @@
 //   store    1, 2         56    -                             tensor store of one state warpgroup's O each (a tail row by row); hands the stage back
 //   helper   3            56    rows past a sequence's end    zeroes them in a last chunk's tiles; o of skipped sequences and past the last one
 //   state    4-7, 8-11    224   S^T rows (64 x 128 fp32 each) KS, QS; R (F4); Delta (F5); E (F8); S (F9); O (F7)
-//   With V-split there is one state warpgroup, one store warp and no setmaxnreg; without output no store warp. The fused form (role_intra.cuh) is not in
-//   use yet.
+//   With V-split there is one state warpgroup, one store warp and no setmaxnreg; without output no store warp.
 //
 // Edges            from -> to             count               guards
 //   full[stages]   load or helper -> state  1 (+ tx)          the stage's tiles
@@ -30,11 +29,10 @@
 //   x 3 stages: 195 or 171      x 5 or 6: 205 or 198
 // clang-format on
 //
-// Tail: rows past the end in a sequence's last chunk belong to others or are padding (NaN perhaps): zeroed in K, Q, V before use; tiles and
-// vectors come zeroed from chunk_intra. Its O rows are stored one by one.
+// Tail: rows past the end in a sequence's last chunk belong to others or are padding (NaN perhaps): zeroed in K, Q, V before use;
+// tiles and vectors come zeroed from chunk_intra. Its O rows are stored one by one.
 #pragma once
 
-#include "cuda/kernels/forward/role_intra.cuh"
 #include "cuda/kernels/forward/role_load.cuh"
 #include "cuda/kernels/forward/role_state.cuh"
 
@@ -53,18 +51,12 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
       ptx::mbarrier_init(sm.raw(s), 1);
       for (int part = 0; part < Cfg::kParts; part++) ptx::mbarrier_init(sm.out_full(part, s), 4);
     }
-    if constexpr (Cfg::kFused) sm.pairs().init(4, 4 * Cfg::kParts);
     ptx::mbarrier_init_fence();
   }
-  // zeros that stay: what the panels leave free in the tiles, and in the exchange memory
-  if constexpr (Cfg::kFused) {
-    for (int i = threadIdx.x; i < (Cfg::kOffItems - Cfg::kOffPairs) / 16; i += Cfg::kThreads)
-      ptx::sts4u(sm.base + Cfg::kOffPairs + 16 * i, 0, 0, 0, 0);
-  } else {
-    constexpr int kPieces = Cfg::kTiles * kTileSmemBytes / 16;
-    for (int i = threadIdx.x; i < Cfg::kStages * kPieces; i += Cfg::kThreads)
-      ptx::sts4u(sm.stage(i / kPieces) + Cfg::kOffA + i % kPieces * 16, 0, 0, 0, 0);
-  }
+  // zeros that stay: what Abar's and Pg's panels leave free in their tiles
+  constexpr int kPieces = Cfg::kTiles * kTileSmemBytes / 16;
+  for (int i = threadIdx.x; i < Cfg::kStages * kPieces; i += Cfg::kThreads)
+    ptx::sts4u(sm.stage(i / kPieces) + Cfg::kOffA + i % kPieces * 16, 0, 0, 0, 0);
   ptx::proxy_fence();
   __syncthreads();
   ptx::grid_dependency_wait();
@@ -77,15 +69,10 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
     else if (Cfg::kOutput && warp >= 1 && warp <= Cfg::kParts)
       store_role(a, sm, warp - 1, lane);
     else if (warp == kHelperWarp)
-      helper_role<Cfg, typename Mma::Element>(a, sm, lane);
-  } else if (Cfg::kFused && group == 1) {
-    if constexpr (Cfg::kFused) {
-      ptx::setmaxnreg_dec<Cfg::kRegsIntra>();
-      intra_role<Cfg, typename Mma::Element>(sm, threadIdx.x - 128);
-    }
+      helper_role<Cfg>(a, sm, lane);
   } else {
     if constexpr (Cfg::kShareRegs) ptx::setmaxnreg_inc<Cfg::kRegsState>();
-    state_role<Cfg, Mma>(a, sm, group - Cfg::kFirstState);
+    state_role<Cfg, Mma>(a, sm, group - 1);
   }
 }
 

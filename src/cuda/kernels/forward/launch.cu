@@ -22,6 +22,7 @@ void prepare_forward() {
 }
 
 void launch_forward(const ForwardParams& p, int num_sms, cudaStream_t stream) {
+  QLA_SUPPORTED(!p.fused, "gdn_forward: the fused form is not built in; run chunk_intra first and pass abar, pg and vec");
   if (p.max_items == 0 && p.batch * p.tokens == 0) return;
   ForwardArgs args{};
   args.p = p;

@@ -33,7 +33,7 @@ struct ForwardParams {
   const uint8_t* abar = nullptr;  // [slot][v_head] tiles of kTileBytes
   const uint8_t* pg = nullptr;
   const float* vec = nullptr;  // [slot][v_head][kVecFloats]
-  bool fused = false;          // abar, pg, vec are not read but made inside, from what follows; v_parts 1 and output only
+  bool fused = false;          // abar, pg, vec made inside from what follows: not built in yet (lab/forward_fused), refused
   intra::View g{}, beta{}, a_log{}, dt_bias{};  // [B, T, HV], [HV] as in intra::Args
   uint32_t flags = 0;                           // QLA_FLAG_QK_L2NORM, RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
   float scale = 1.f;

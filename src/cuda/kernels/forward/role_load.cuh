@@ -1,12 +1,7 @@
-// The forward kernel's load role, and its helpers: rows past a sequence's end, zero outputs, and in the fused form the gate
-// vectors.
+// The forward kernel's load role, and its helpers: rows past a sequence's end, zero outputs.
 #pragma once
 
-#include "cuda/kernels/chunk_intra/gates.cuh"
 #include "cuda/kernels/forward/smem.cuh"
-#include "cuda/math/exp.cuh"
-#include "cuda/math/warp.cuh"
-#include "cuda/tile/pack.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace qla::cuda {
@@ -64,7 +59,7 @@ __device__ __forceinline__ void load_role(const ForwardArgs& a, const ForwardSme
     int64_t record = int64_t(s.item.slot) * a.p.num_v_heads + v_head;
     for (int c = 0; c < chunks; c++, row += 64, record += a.p.num_v_heads) {
       tiles.producer_wait(ring);
-      const bool raw = Cfg::kFused || (c == chunks - 1 && s.item.last_rows != 64);
+      const bool raw = c == chunks - 1 && s.item.last_rows != 64;
       const uint32_t st = sm.stage(ring.stage), bar = raw ? sm.raw(ring.stage) : tiles.full(ring.stage);
       ptx::mbarrier_arrive_expect(bar, Cfg::kLoadBytes - (has_v ? 0 : Cfg::kVBytes));
 #pragma unroll
@@ -72,14 +67,14 @@ __device__ __forceinline__ void load_role(const ForwardArgs& a, const ForwardSme
         ptx::tensor_load_4d(st + p * Cfg::kPanelBytes, &a.k, 64 * p, k_head, row, batch, bar);
         if constexpr (Cfg::kOutput) ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
       }
-      if constexpr (!Cfg::kFused) ptx::bulk_load(st + Cfg::kOffVec, a.p.vec + record * kVecFloats, kVecBytesForward, bar);
+      ptx::bulk_load(st + Cfg::kOffVec, a.p.vec + record * kVecFloats, kVecBytesForward, bar);
       if (has_v) {
 #pragma unroll
         for (int p = 0; p < Cfg::kParts; p++)
           ptx::tensor_load_4d(st + Cfg::kOffV + p * 8192, &a.v, v_col + 64 * p, v_head, row, batch, bar);
       }
 #pragma unroll
-      for (int w = 0; !Cfg::kFused && w < 4; w++) {
+      for (int w = 0; w < 4; w++) {
         ptx::bulk_load(st + Cfg::kOffA + 2560 * w, a.p.abar + record * kTileBytes + panel_offset(w), panel_bytes(w), bar);
         if constexpr (Cfg::kOutput)
           ptx::bulk_load(st + Cfg::kOffP + 2560 * w, a.p.pg + record * kTileBytes + panel_offset(w), panel_bytes(w), bar);
@@ -153,91 +148,7 @@ __device__ __forceinline__ void zero_rows(uint32_t stage, int rows, int lane) {
   ptx::proxy_fence();
 }
 
-// Fused: inverse norms of K and Q rows, to the places of two vectors that are written after they have been read.
-template <typename T, class Cfg>
-__device__ __forceinline__ void norms(uint32_t stage, int lane) {
-#pragma unroll 1
-  for (int i = lane; i < 128; i += 32) {
-    const int row = i % 64, which = i / 64;
-    float sum = 0.f;
-#pragma unroll 4
-    for (int p = 0; p < 16; p++) {
-      const uint4 x = ptx::lds4u(stage + p / 8 * 16384 + which * 8192 + swizzle_128(row * 128 + p % 8 * 16));
-      const float2 f0 = unpack<T>(x.x), f1 = unpack<T>(x.y), f2 = unpack<T>(x.z), f3 = unpack<T>(x.w);
-      sum = fmaf(f0.x, f0.x, fmaf(f0.y, f0.y, fmaf(f1.x, f1.x, fmaf(f1.y, f1.y, sum))));
-      sum = fmaf(f2.x, f2.x, fmaf(f2.y, f2.y, fmaf(f3.x, f3.x, fmaf(f3.y, f3.y, sum))));
-    }
-    ptx::sts(stage + Cfg::kOffVec + (which ? kVecRatio : kVecCol) * 4 + row * 4, 1.f / sqrtf(sum + 1e-6f));
-  }
-}
-
-// Fused: what a chunk needs before the other roles: its tail zeroed, norms, gate vectors (F0), (F1) by one warp, a lane rows 2
-// lane and 2 lane + 1.
-template <class Cfg, typename T>
-__device__ __forceinline__ void prepare_chunks(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, const ItemSlot& s,
-                                               Ring<Cfg::kStages>& ring, int lane) {
-  const int chunks = s.item.chunks;
-  const bool normalise = a.p.flags & QLA_FLAG_QK_L2NORM;
-  const int64_t h = s.item.v_head;
-  float rate = 1.f, bias = 0.f;
-  if (a.p.flags & QLA_FLAG_RAW_GATE) {
-    rate = expf(intra::load_element(a.p.a_log, h * a.p.a_log.stride[2]));
-    if (a.p.dt_bias.data) bias = intra::load_element(a.p.dt_bias, h * a.p.dt_bias.stride[2]);
-  }
-#pragma unroll 1
-  for (int c = 0; c < chunks; c++) {
-    const int rows = c == chunks - 1 ? s.item.last_rows : 64;
-    float2 g = make_float2(0.f, 0.f), beta = g;
-    const int64_t token = s.row + 64 * c + 2 * lane;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if (2 * lane + i < rows) {
-        if (a.p.g.data)
-          (i ? g.y : g.x) =
-              intra::load_element(a.p.g, s.batch * a.p.g.stride[0] + (token + i) * a.p.g.stride[1] + h * a.p.g.stride[2]);
-        (i ? beta.y : beta.x) = intra::load_element(
-            a.p.beta, s.batch * a.p.beta.stride[0] + (token + i) * a.p.beta.stride[1] + h * a.p.beta.stride[2]);
-      }
-    }
-    ptx::mbarrier_wait(sm.raw(ring.stage), ring.phase);
-    const uint32_t stage = sm.stage(ring.stage), vec = stage + Cfg::kOffVec + lane * 8;
-    if (rows != 64) zero_rows<Cfg>(stage, rows, lane);
-    __syncwarp();
-    if (normalise) norms<T, Cfg>(stage, lane);
-    __syncwarp();
-    {
-      const bool in0 = 2 * lane < rows, in1 = 2 * lane + 1 < rows;
-      beta.x = in0 ? intra::decode_beta(beta.x, a.p.flags) : 0.f;
-      beta.y = in1 ? intra::decode_beta(beta.y, a.p.flags) : 0.f;
-      if (a.p.g.data) {
-        g.x = in0 ? intra::decode_gate(g.x, a.p.flags, rate, bias) * kLog2e : 0.f;
-        g.y = in1 ? intra::decode_gate(g.y, a.p.flags, rate, bias) * kLog2e : 0.f;
-      }
-      const float through = warp_inclusive_sum(g.x + g.y, lane);
-      const float c0 = through - g.y, c1 = through, last = __shfl_sync(~0u, through, 31);
-      float2 rk = make_float2(1.f, 1.f), rq = rk;
-      if (normalise) {
-        rk = ptx::lds2(vec + kVecCol * 4);
-        rq = ptx::lds2(vec + kVecRatio * 4);
-      }
-      const float gamma0 = exp2_approx(c0), gamma1 = exp2_approx(c1);
-      ptx::sts2(vec + kVecK * 4, gamma0 * rk.x, gamma1 * rk.y);
-      ptx::sts2(vec + kVecQ * 4, a.p.scale * gamma0 * rq.x, a.p.scale * gamma1 * rq.y);
-      ptx::sts2(vec + kVecE * 4, exp2_approx(last - c0) * beta.x * rk.x, exp2_approx(last - c1) * beta.y * rk.y);
-      ptx::sts2(vec + kVecGamma * 4, gamma0, gamma1);
-      ptx::sts2(vec + kVecCum * 4, c0, c1);
-      ptx::sts2(vec + kVecCol * 4, normalise ? c0 + log2_approx(rk.x) : c0, normalise ? c1 + log2_approx(rk.y) : c1);
-      ptx::sts2(vec + kVecRow * 4, beta.x * rk.x, beta.y * rk.y);
-      ptx::sts2(vec + kVecRatio * 4, normalise ? a.p.scale * rq.x / rk.x : a.p.scale,
-                normalise ? a.p.scale * rq.y / rk.y : a.p.scale);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(sm.tiles().full(ring.stage));
-    }
-    ring.advance();
-  }
-}
-
-template <class Cfg, typename T>
+template <class Cfg>
 __device__ __forceinline__ void helper_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, int lane) {
   const auto tiles = sm.tiles();
   const auto items = sm.items();
@@ -249,7 +160,6 @@ __device__ __forceinline__ void helper_role(const ForwardArgs& a, const ForwardS
     }
   }
   Ring<Cfg::kItemSlots> slots;
-  Ring<Cfg::kStages> ring;
   uint32_t walked = 0;  // chunks
   uint32_t phases = 0;  // parity of raw[stage], a bit each: it advances only in that stage's tails
   for (;;) {
@@ -261,11 +171,9 @@ __device__ __forceinline__ void helper_role(const ForwardArgs& a, const ForwardS
       for (int r = lane / 8; r < s.skip_rows; r += 4)
         zero_output(a, s.batch, s.row + r, s.item.v_head, s.item.v_part * 64, 8 * Cfg::kParts, lane % 8, 8);
     }
-    if constexpr (Cfg::kFused) prepare_chunks<Cfg, T>(a, sm, s, ring, lane);
     __syncwarp();
     if (lane == 0) items.release(slots);
     slots.advance();
-    if constexpr (Cfg::kFused) continue;
     walked += chunks;
     if (chunks == 0 || rows == 64) continue;
     const int stage = (walked - 1) % Cfg::kStages;

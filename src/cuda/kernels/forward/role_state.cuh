@@ -21,7 +21,7 @@ template <class Cfg>
 __device__ __forceinline__ void save_state(const ForwardArgs& a, uint32_t item, const float (&S)[2][32], int c, bool at_end,
                                            int part) {
 #pragma unroll 1
-  for (int target = Cfg::kFused ? 2 : 0; target < 3; target++) {
+  for (int target = 0; target < 3; target++) {
     StateView x;
     int64_t index = 0;
     if (target == 0) {
@@ -70,12 +70,11 @@ __device__ __forceinline__ void start_state(const ForwardArgs& a, uint32_t item,
 //   K S, Q S .. | Delta, .. Q S | S half 0, S half 1, Pg Delta      .. is the part of Q S that fills the gap while the CUDA cores
 //   make the next left operand
 // and under them: O of the chunk before is stored | R | S decays | E | halves of S are packed for the next chunk.
-// Lean (fused form: 184 registers): all of Q S at once, scaled before Pg Delta is added to it; V read after the wait.
 template <class Cfg, class Mma>
 __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, int part) {
   using T = typename Mma::Element;
   constexpr int kPanel = Cfg::kPanelBytes;
-  constexpr bool kLean = Cfg::kLean, kSplitQ = Cfg::kOutput && Cfg::kFirstQ < 8;
+  constexpr bool kSplitQ = Cfg::kOutput && Cfg::kFirstQ < 8;
   const int lane4 = thread_in_group() % 4;
   const auto tiles = sm.tiles();
   const auto items = sm.items();
@@ -89,9 +88,8 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
                                           thread_in_group() % 32);  // this lane's row of V and O; 16 tokens further: + 2,048
   Ring<Cfg::kStages> ring;
   Ring<Cfg::kItemSlots> slots;
-  Ring<2> pair;  // fused
   if (part == 1) pass_turn();
-  const bool saves = !Cfg::kFused && (a.p.h.data || a.p.checkpoints.data);
+  const bool saves = a.p.h.data || a.p.checkpoints.data;
   float S[2][32];
   uint32_t sf[32], of[16];
   for (;;) {
@@ -125,7 +123,7 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
       if constexpr (Cfg::kOutput) {
         Mma::template state_rows<kPanel, 0, Cfg::kFirstQ>(qs, sf, st + 8192);
         Mma::commit();
-        if (!kLean && c > 0) put_output(ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1);
+        if (c > 0) put_output(ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1);
       }
       uint32_t vt[16];
       float2 scale[8];
@@ -139,14 +137,12 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
         }
         load_columns(scale, vec_lane(vec, kVecK, lane4));
       };
-      if constexpr (!kLean) load_v();
+      load_v();
       Mma::template wait<kSplitQ ? 1 : 0>();
       pass_turn();
-      if constexpr (kLean) load_v();
       uint32_t rf[16];
       residual<T>(rf, vt, ks, scale);  // (F4)
-      const uint32_t abar = Cfg::kFused ? sm.pair(pair.stage) : st + Cfg::kOffA, pg = abar + kTileSmemBytes;
-      if constexpr (Cfg::kFused) sm.pairs().consumer_wait(pair);
+      const uint32_t abar = st + Cfg::kOffA, pg = abar + kTileSmemBytes;
       Mma::begin();
       Mma::template triangular<0>(delta, rf, abar);  // (F5) Delta^T = R^T Abar^T
       Mma::commit();
@@ -154,18 +150,13 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
         Mma::template state_rows<kPanel, Cfg::kFirstQ, 8>(qs, sf, st + 8192);
         Mma::commit();
       }
-      if constexpr (!kLean) load_columns(scale, vec_lane(vec, kVecE, lane4));
+      load_columns(scale, vec_lane(vec, kVecE, lane4));
       const float gamma_c = ptx::lds(vec + (kVecGamma + 63) * 4);
       // while Delta is in flight; earlier, ptxas serialises (C7518)
 #pragma unroll
       for (int i = 0; i < 32; i++) S[0][i] *= gamma_c, S[1][i] *= gamma_c;
       ptx::pin(S[0]);
       ptx::pin(S[1]);
-      if constexpr (kLean) {
-        scale_columns(qs, vec_lane(vec, kVecQ, lane4));  // (F7) first term
-        ptx::pin(qs);
-        load_columns(scale, vec_lane(vec, kVecE, lane4));
-      }
       Mma::template wait<kSplitQ ? 1 : 0>();
       uint32_t df[16], ef[16];
       scaled_operand<T>(ef, delta, scale);  // (F8)
@@ -175,12 +166,9 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
       Mma::commit();
       Mma::template update<kPanel, 1>(S[1], ef, st);
       Mma::commit();
-      float pd[kLean ? 1 : 32];
+      float pd[32];
       if constexpr (Cfg::kOutput) {  // (F7) second term
-        if constexpr (kLean)
-          Mma::template triangular<1>(qs, df, pg);
-        else
-          Mma::template triangular<0>(pd, df, pg);
+        Mma::template triangular<0>(pd, df, pg);
         Mma::commit();
       }
       Mma::template wait<Cfg::kOutput ? 2 : 1>();
@@ -188,28 +176,17 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
       Mma::template wait<Cfg::kOutput ? 1 : 0>();
       pack_state<T, 1>(sf, S[1]);
       if constexpr (Cfg::kOutput) {
-        if constexpr (!kLean) {
-          scale_columns(qs, vec_lane(vec, kVecQ, lane4));  // (F7) first term
-          ptx::pin(qs);
-        }
+        scale_columns(qs, vec_lane(vec, kVecQ, lane4));  // (F7) first term
+        ptx::pin(qs);
         Mma::template wait<0>();
-        if constexpr (kLean) {
-          pack_operand<T>(of, qs);
-          put_output(ring.stage);
-        } else {
 #pragma unroll
-          for (int i = 0; i < 16; i++) of[i] = pack<T>(qs[2 * i] + pd[2 * i], qs[2 * i + 1] + pd[2 * i + 1]);
-        }
-        if constexpr (Cfg::kFused) {
-          if (thread_in_group() % 32 == 0) sm.pairs().release(pair);
-          pair.advance();
-        }
+        for (int i = 0; i < 16; i++) of[i] = pack<T>(qs[2 * i] + pd[2 * i], qs[2 * i + 1] + pd[2 * i + 1]);
       } else if (thread_in_group() % 32 == 0) {
         tiles.release(ring);
       }
       ring.advance();
     }
-    if (Cfg::kOutput && !kLean && chunks > 0) put_output(ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1);
+    if (Cfg::kOutput && chunks > 0) put_output(ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1);
     save_state<Cfg>(a, item, S, chunks, true, part);
     ptx::named_sync(2 + part, 128);
     if (thread_in_group() == 0) items.release(slots);

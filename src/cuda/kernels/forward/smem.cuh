@@ -14,10 +14,6 @@
 
 namespace qla::cuda {
 
-// Gate vectors of the fused form beside part A of formats.hpp, floats: cumsum (base 2) of the row; the same + log2 rk; beta rk;
-// scale rq / rk
-inline constexpr int kVecCum = 256, kVecCol = 320, kVecRow = 384, kVecRatio = 448;
-
 // A work item as its CTA sees it, in shared memory: WorkItem, completed by the load role.
 struct ItemSlot {
   WorkItem item;        // chunks = 0 for a skipped sequence
@@ -79,12 +75,6 @@ struct ForwardSmem {
   __device__ __forceinline__ uint32_t out_full(int part, int s) const {
     return base + Cfg::kOffBarriers + 24 * Cfg::kStages + 16 * Cfg::kItemSlots + 8 * (part * Cfg::kStages + s);
   }
-  // Fused: the intra role's two tile pairs (Abar, then Pg), its edge to the state role, its exchange memory
-  __device__ __forceinline__ uint32_t pair(int s) const { return base + Cfg::kOffPairs + s * 2 * kTileSmemBytes; }
-  __device__ __forceinline__ Edge<2> pairs() const {
-    return {base + Cfg::kOffBarriers + (24 + 8 * Cfg::kParts) * Cfg::kStages + 16 * Cfg::kItemSlots};
-  }
-  __device__ __forceinline__ uint32_t exchange() const { return base + Cfg::kOffExchange; }
 };
 
 }  // namespace qla::cuda
