@@ -1,0 +1,54 @@
+// Host interface of the forward kernel (F4)-(F9). Everything is device memory; nothing is read on the host.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/formats.hpp"
+#include "cuda/kernels/chunk_intra/config.hpp"
+
+namespace qla::cuda {
+
+struct TokenView {  // [B, T, H, 128]; strides in elements, last dimension contiguous, base and strides multiples of 16 bytes
+  const void* data = nullptr;
+  int64_t stride_b = 0, stride_t = 0, stride_h = 0;
+};
+struct StateView {  // [n, HV, K, V] by strides in elements; data == nullptr: absent
+  void* data = nullptr;
+  int32_t dtype = 0;  // QLA_FLOAT64 .. QLA_FLOAT16
+  int64_t stride_n = 0, stride_h = 0, stride_k = 0, stride_v = 0;
+};
+
+struct ForwardParams {
+  int32_t dtype = 0;  // QLA_BFLOAT16 or QLA_FLOAT16: q, k, v, o, Abar, Pg
+  int64_t batch = 0, tokens = 0;
+  int32_t num_k_heads = 0, num_v_heads = 0;
+  TokenView q, k, v, o;
+  PlanHeader* plan = nullptr;  // next_item is 0 at launch
+  const WorkItem* items = nullptr;
+  int32_t max_items = 0;          // bound on plan->num_items, sizes the grid
+  int32_t v_parts = 1;            // 1: an item has all of V; 2: half of it (WorkItem::v_part)
+  bool output = true;             // false: no q, no Pg, no o; the end state goes to end_states[item.start_index]
+  const uint8_t* abar = nullptr;  // [slot][v_head] tiles of kTileBytes
+  const uint8_t* pg = nullptr;
+  const float* vec = nullptr;  // [slot][v_head][kVecFloats]
+  bool fused = false;          // abar, pg, vec are not read but made inside, from what follows; v_parts 1 and output only
+  intra::View g{}, beta{}, a_log{}, dt_bias{};  // [B, T, HV], [HV] as in intra::Args
+  uint32_t flags = 0;                           // QLA_FLAG_QK_L2NORM, RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
+  float scale = 1.f;
+  StateView initial_state, final_state;  // by sequence, or by state_indices
+  StateView checkpoints, h;              // by WorkItem::checkpoint_base / chunk_base
+  const void* state_indices = nullptr;   // -1: skip the sequence, o = 0
+  int32_t state_indices_dtype = 0;       // QLA_INT32 or QLA_INT64
+  const uint8_t* has_initial_state = nullptr;
+  int32_t checkpoint_every_chunks = 0;
+  const float* merged = nullptr;  // [index][V][K] start states (QLA_START_MERGED)
+  float* end_states = nullptr;    // [index][V][K], without output
+  bool dependent = false;         // launch with programmatic stream serialisation
+};
+
+void prepare_forward();  // attributes, once a device
+void launch_forward(const ForwardParams& params, int num_sms, cudaStream_t stream);
+
+}  // namespace qla::cuda

@@ -1,0 +1,513 @@
+// The forward kernel alone, against the float64 token recurrence; Abar, Pg and gate vectors are made on the host. `test_forward
+// bench` times it.
+#include <thread>
+
+#include "forward_bench.hpp"
+#include "forward_cases.hpp"
+#include "launch.hpp"
+
+using namespace fwdtest;
+
+static int g_failed = 0, g_passed = 0, g_sms = 132;
+
+struct Case {
+  const char* name;
+  int64_t B = 1, T = 256;
+  std::vector<int64_t> lens;
+  int Hk = 1, Hv = 1;
+  bool bf16 = true;
+  double gate = 1.0 / 16;
+  int v_parts = 1;
+  bool strided = false;  // q, k, v, o as slices of one padded buffer
+  int h0_dtype = -1;     // -1: none
+  bool v_first = false;
+  bool pool = false;         // in place, with -1 for sequence 1
+  bool has_initial = false;  // every second sequence starts from zero
+  int segments = 1;          // cut each sequence; later segments start by warm-up or merged
+  int warmup = 0;            // 0 with segments > 1: merged start states
+  int checkpoint = 0;        // chunks
+  bool snapshots = false;
+  int sms = 132;
+  bool fused = false;
+  uint32_t flags = 0;  // fused: QLA_FLAG_QK_L2NORM: keys and queries are scaled by 3 first
+};
+
+static size_t dtype_size(int t) { return t == QLA_FLOAT64 ? 8 : t == QLA_FLOAT32 ? 4 : 2; }
+static void put(std::vector<uint8_t>& b, size_t i, int t, double x) {
+  if (t == QLA_FLOAT64)
+    std::memcpy(&b[i * 8], &x, 8);
+  else if (t == QLA_FLOAT32) {
+    float f = float(x);
+    std::memcpy(&b[i * 4], &f, 4);
+  } else {
+    uint16_t u = to_bits(x, t == QLA_BFLOAT16);
+    std::memcpy(&b[i * 2], &u, 2);
+  }
+}
+static double get(const std::vector<uint8_t>& b, size_t i, int t) {
+  if (t == QLA_FLOAT64) {
+    double x;
+    std::memcpy(&x, &b[i * 8], 8);
+    return x;
+  }
+  if (t == QLA_FLOAT32) {
+    float x;
+    std::memcpy(&x, &b[i * 4], 4);
+    return x;
+  }
+  uint16_t u;
+  std::memcpy(&u, &b[i * 2], 2);
+  return from_bits(u, t == QLA_BFLOAT16);
+}
+
+static void report(const std::string& name, bool ok, const char* detail) {
+  (ok ? g_passed : g_failed)++;
+  std::printf("%-44s %s%s\n", name.c_str(), detail, ok ? "" : "  FAILED");
+  std::fflush(stdout);
+}
+
+// Where a token tensor lies: element offset of (token over B*T, head)
+struct Place {
+  int64_t sb, st, sh, offset, T;
+  int64_t at(int64_t token, int h) const { return offset + token / T * sb + token % T * st + h * sh; }
+};
+
+struct Setup {
+  Data d;
+  std::vector<uint8_t> abar, pg;
+  std::vector<float> vec;
+};
+static Setup prepare(const Data& d) {
+  Setup s{d, std::vector<uint8_t>(num_slots(d) * d.Hv * kTileBytes, 0xff),
+          std::vector<uint8_t>(num_slots(d) * d.Hv * kTileBytes, 0xff),
+          std::vector<float>(num_slots(d) * d.Hv * kVecFloats, NAN)};
+  for (int n = 0; n < d.N(); n++)
+    for (int64_t c = 0; c * 64 < d.len[n]; c++)
+      for (int h = 0; h < d.Hv; h++) {
+        const int64_t i = slot_of(d, n, int(c)) * d.Hv + h;
+        host_intra(d, d.bos[n] + c * 64, int(std::min<int64_t>(64, d.len[n] - c * 64)), h, &s.abar[i * kTileBytes],
+                   &s.pg[i * kTileBytes], &s.vec[i * kVecFloats]);
+      }
+  return s;
+}
+
+static std::vector<double> random_state(Rng& r) {
+  std::vector<double> S(16384);
+  for (auto& x : S) x = r.normal() * 0.3;
+  return S;
+}
+
+static void run(const Case& c) {
+  const Setup s = prepare(make_data(c.B, c.T, c.lens, c.Hk, c.Hv, c.bf16, c.gate, 1234));
+  const Data& d = s.d;
+  const int N = d.N();
+  const int64_t rows = c.B * c.T;
+  // token tensors; everything not owned by a sequence is NaN
+  const uint16_t nan16 = to_bits(NAN, c.bf16);
+  Place pq, pk, pv, po;
+  std::vector<uint16_t> in, out;
+  if (c.strided) {
+    const int64_t st = (2 * c.Hk + c.Hv) * 128 + 64, sb = c.T * st + 5 * st;
+    in.assign(c.B * sb, nan16);
+    pq = {sb, st, 128, 0, c.T};
+    pk = {sb, st, 128, c.Hk * 128, c.T};
+    pv = {sb, st, 128, 2 * c.Hk * 128, c.T};
+    const int64_t os = c.Hv * 128 + 64;
+    po = {c.T * os + 3 * os, os, 128, 8, c.T};
+    out.assign(c.B * (c.T + 3) * os + 8, nan16);
+  } else {
+    const int64_t a = rows * c.Hk * 128;
+    in.assign(2 * a + rows * c.Hv * 128, nan16);
+    pq = {c.T * c.Hk * 128, c.Hk * 128, 128, 0, c.T};
+    pk = pq;
+    pk.offset = a;
+    pv = {c.T * c.Hv * 128, c.Hv * 128, 128, 2 * a, c.T};
+    po = pv;
+    po.offset = 0;
+    out.assign(rows * c.Hv * 128, nan16);
+  }
+  for (int64_t t = 0; t < d.end_token; t++) {
+    for (int h = 0; h < c.Hk; h++)
+      for (int e = 0; e < 128; e++) {
+        in[pq.at(t, h) + e] = to_bits(d.qrow(t, h)[e], c.bf16);
+        in[pk.at(t, h) + e] = to_bits(d.krow(t, h)[e], c.bf16);
+      }
+    for (int h = 0; h < c.Hv; h++)
+      for (int e = 0; e < 128; e++) in[pv.at(t, h) + e] = to_bits(d.vrow(t, h)[e], c.bf16);
+  }
+  // states: [row][Hv][..], NaN between
+  const int sdt = c.h0_dtype < 0 ? QLA_FLOAT32 : c.h0_dtype;
+  const int64_t srows = c.pool ? N + 3 : N, sh = 16384 + 32, sn = c.Hv * sh;
+  const int64_t sk = c.v_first ? 1 : 128, sv = c.v_first ? 128 : 1;
+  std::vector<uint8_t> h0(srows * sn * dtype_size(sdt)), ht(srows * sn * dtype_size(sdt));
+  for (int64_t i = 0; i < srows * sn; i++) {
+    put(h0, i, sdt, NAN);
+    put(ht, i, sdt, NAN);
+  }
+  Rng r(99);
+  std::vector<int64_t> index(N);
+  for (int n = 0; n < N; n++) index[n] = c.pool ? (n == 1 ? -1 : N + 2 - n) : n;
+  std::vector<uint8_t> has(N);
+  std::vector<std::vector<double>> S(N * c.Hv, std::vector<double>(16384, 0.0));
+  for (int n = 0; n < N; n++) {
+    has[n] = n % 2 == 0;
+    if (index[n] < 0) continue;
+    for (int h = 0; h < c.Hv; h++) {
+      std::vector<double> x = random_state(r);
+      for (int k = 0; k < 128; k++)
+        for (int v = 0; v < 128; v++) {
+          const size_t i = index[n] * sn + h * sh + k * sk + v * sv;
+          put(h0, i, sdt, x[k * 128 + v]);
+          if (c.h0_dtype >= 0 && (!c.has_initial || has[n])) S[n * c.Hv + h][k * 128 + v] = get(h0, i, sdt);
+        }
+    }
+  }
+  // reference
+  std::vector<std::vector<double>> o(N * c.Hv);
+  std::vector<std::vector<std::vector<double>>> starts(N * c.Hv);
+  {
+    std::vector<std::thread> pool;
+    for (int w = 0; w < 8; w++)
+      pool.emplace_back([&, w] {
+        for (int i = w; i < N * c.Hv; i += 8)
+          if (index[i / c.Hv] >= 0) recurrence(d, d.bos[i / c.Hv], d.len[i / c.Hv], i % c.Hv, S[i], &o[i], &starts[i]);
+      });
+    for (auto& t : pool) t.join();
+  }
+  // work items
+  std::vector<WorkItem> items;
+  std::vector<float> merged;
+  std::vector<int32_t> chunk_base(N), cp_base(N);
+  int32_t chunks_before = 0, cps = 0;
+  for (int n = 0; n < N; n++) {
+    chunk_base[n] = chunks_before;
+    cp_base[n] = cps;
+    chunks_before += int32_t((d.len[n] + 63) / 64);
+    if (c.checkpoint) cps += int32_t(d.len[n] / (64 * c.checkpoint));
+  }
+  for (int n = 0; n < N; n++) {
+    const int total = int((d.len[n] + 63) / 64), segs = std::max(1, std::min(c.segments, total));
+    for (int h = 0; h < c.Hv; h++)
+      for (int g = 0; g < segs; g++)
+        for (int part = 0; part < c.v_parts; part++) {
+          const int a = total * g / segs, b = total * (g + 1) / segs, w = g ? std::min(c.warmup, a) : 0;
+          WorkItem it{};
+          it.token = d.bos[n] + (a - w) * 64;
+          it.slot = int32_t(slot_of(d, n, a - w));
+          it.chunks = b - a + w;
+          it.warmup = w;
+          it.last_rows = int32_t(b == total && d.len[n] % 64 ? d.len[n] % 64 : 64);
+          it.sequence = n;
+          it.v_head = h;
+          it.v_part = part;
+          it.start = g == 0 ? QLA_START_INITIAL : w ? QLA_START_WARMUP : QLA_START_MERGED;
+          it.is_last = b == total;
+          it.segment = g;
+          it.first_chunk = a - w;
+          it.chunk_base = chunk_base[n];
+          it.checkpoint_base = cp_base[n];
+          if (it.start == QLA_START_MERGED) {
+            it.start_index = int32_t(merged.size() / 16384);
+            if (part == 0)
+              for (int v = 0; v < 128; v++)
+                for (int k = 0; k < 128; k++) merged.push_back(float(starts[n * c.Hv + h][a][k * 128 + v]));
+            else
+              it.start_index--;
+          }
+          items.push_back(it);
+        }
+  }
+  PlanHeader header{};
+  header.num_items = int32_t(items.size());
+  header.valid_tokens = 1;
+  header.end_token = d.end_token;
+  ForwardParams p;
+  p.dtype = c.bf16 ? QLA_BFLOAT16 : QLA_FLOAT16;
+  p.batch = c.B;
+  p.tokens = c.T;
+  p.num_k_heads = c.Hk;
+  p.num_v_heads = c.Hv;
+  uint16_t *din = upload(in), *dout = upload(out);
+  auto view = [](uint16_t* b, const Place& x) { return TokenView{b + x.offset, x.sb, x.st, x.sh}; };
+  p.q = view(din, pq);
+  p.k = view(din, pk);
+  p.v = view(din, pv);
+  p.o = view(dout, po);
+  p.plan = upload(std::vector<PlanHeader>{header});
+  p.items = upload(items);
+  p.max_items = int32_t(items.size()) + 7;
+  p.v_parts = c.v_parts;
+  p.abar = upload(s.abar);
+  p.pg = upload(s.pg);
+  p.vec = upload(s.vec);
+  p.merged = upload(merged);
+  uint8_t *dh0 = upload(h0), *dht = upload(ht);
+  if (c.h0_dtype >= 0) p.initial_state = {dh0, sdt, sn, sh, sk, sv};
+  p.final_state = {c.pool ? dh0 : dht, sdt, sn, sh, sk, sv};
+  if (c.pool) {
+    p.state_indices = upload(index);
+    p.state_indices_dtype = QLA_INT64;
+  }
+  if (c.has_initial) p.has_initial_state = upload(has);
+  const int hdt = c.bf16 ? QLA_BFLOAT16 : QLA_FLOAT16;
+  std::vector<uint8_t> hb(size_t(chunks_before) * c.Hv * 16384 * 2, 0xff), cb(size_t(cps) * c.Hv * 16384 * 4, 0xff);
+  uint8_t *dh = upload(hb), *dc = upload(cb);
+  if (c.snapshots) p.h = {dh, hdt, int64_t(c.Hv) * 16384, 16384, sk, sv};
+  if (c.checkpoint) {
+    p.checkpoints = {dc, QLA_FLOAT32, int64_t(c.Hv) * 16384, 16384, sk, sv};
+    p.checkpoint_every_chunks = c.checkpoint;
+  }
+  if (c.fused) {
+    std::vector<float> g(d.g.begin(), d.g.end()), beta(d.beta.begin(), d.beta.end());
+    g.resize(rows * c.Hv, NAN);
+    for (int64_t t = d.end_token; t < rows; t++)
+      for (int h = 0; h < c.Hv; h++) g[t * c.Hv + h] = beta[t * c.Hv + h] = NAN;
+    p.fused = true;
+    p.flags = c.flags;
+    p.scale = float(d.scale);
+    p.g = {upload(g), {c.T * c.Hv, c.Hv, 1}, QLA_FLOAT32};
+    p.beta = {upload(beta), {c.T * c.Hv, c.Hv, 1}, QLA_FLOAT32};
+    p.abar = p.pg = nullptr;
+    p.vec = nullptr;
+  }
+  launch_forward(p, std::min(c.sms, g_sms), 0);
+  cudaError_t err = cudaDeviceSynchronize();
+  if (err) {
+    std::printf("%-44s %s  FAILED\n", c.name, cudaGetErrorString(err));
+    std::exit(1);
+  }
+  // compare
+  const std::vector<uint16_t> got = download(dout, out.size());
+  std::vector<uint8_t> state = download(c.pool ? dh0 : dht, ht.size());
+  std::vector<uint8_t> expected_written(out.size(), 0);
+  Error eo, es, eh, ec;
+  int64_t zeros_wrong = 0, touched = 0;
+  for (int n = 0; n < N; n++)
+    for (int h = 0; h < c.Hv; h++) {
+      for (int64_t t = 0; t < d.len[n]; t++)
+        for (int e = 0; e < 128; e++) {
+          const int64_t i = po.at(d.bos[n] + t, h) + e;
+          expected_written[i] = 1;
+          if (index[n] < 0)
+            zeros_wrong += got[i] != 0;
+          else
+            eo.add(from_bits(got[i], c.bf16), o[n * c.Hv + h][t * 128 + e]);
+        }
+      if (index[n] < 0) continue;
+      for (int k = 0; k < 128; k++)
+        for (int v = 0; v < 128; v++)
+          es.add(get(state, index[n] * sn + h * sh + k * sk + v * sv, sdt), S[n * c.Hv + h][k * 128 + v]);
+    }
+  for (int64_t t = d.end_token; t < rows; t++)
+    for (int h = 0; h < c.Hv; h++)
+      for (int e = 0; e < 128; e++) {
+        const int64_t i = po.at(t, h) + e;
+        expected_written[i] = 1;
+        zeros_wrong += got[i] != 0;
+      }
+  for (size_t i = 0; i < out.size(); i++) touched += !expected_written[i] && got[i] != nan16;
+  if (c.snapshots) {
+    hb = download(dh, hb.size());
+    for (int n = 0; n < N; n++)
+      for (int h = 0; h < c.Hv; h++)
+        for (size_t j = 0; j < starts[n * c.Hv + h].size(); j++)
+          for (int k = 0; k < 128; k++)
+            for (int v = 0; v < 128; v++)
+              eh.add(get(hb, (size_t(chunk_base[n] + j) * c.Hv + h) * 16384 + k * sk + v * sv, hdt),
+                     starts[n * c.Hv + h][j][k * 128 + v]);
+  }
+  if (c.checkpoint) {
+    cb = download(dc, cb.size());
+    for (int n = 0; n < N; n++)
+      for (int h = 0; h < c.Hv; h++)
+        for (int j = 0; j < d.len[n] / (64 * c.checkpoint); j++) {
+          const size_t at = size_t(j + 1) * c.checkpoint;
+          const auto& want = at < starts[n * c.Hv + h].size() ? starts[n * c.Hv + h][at] : S[n * c.Hv + h];
+          for (int k = 0; k < 128; k++)
+            for (int v = 0; v < 128; v++)
+              ec.add(get(cb, (size_t(cp_base[n] + j) * c.Hv + h) * 16384 + k * sk + v * sv, QLA_FLOAT32), want[k * 128 + v]);
+        }
+  }
+  const double limit = c.bf16 ? 6e-3 : 1.2e-3, slimit = sdt == QLA_BFLOAT16 ? 6e-3 : limit;
+  const bool ok = eo.rel() < limit && es.rel() < slimit && eh.rel() < limit && ec.rel() < limit && !zeros_wrong && !touched;
+  char line[256];
+  std::snprintf(line, sizeof line, "o %.2e  state %.2e  h %.2e  checkpoints %.2e  not zero %lld  touched %lld", eo.rel(),
+                es.rel(), eh.rel(), ec.rel(), (long long)zeros_wrong, (long long)touched);
+  report(c.name, ok, line);
+  for (const void* x :
+       {(const void*)din, (const void*)dout, (const void*)p.plan, (const void*)p.items, (const void*)p.abar, (const void*)p.pg,
+        (const void*)p.vec, (const void*)p.merged, (const void*)dh0, (const void*)dht, (const void*)dh, (const void*)dc})
+    cudaFree(const_cast<void*>(x));
+}
+
+// Without output: S_ext from zero and M from the identity; M S0 + S_ext is the end state from S0 (C1), (C2)
+static void run_prepass(int v_parts, bool bf16) {
+  const Setup s = prepare(make_data(1, 300, {300}, 1, 2, bf16, 1.0 / 16, 77));
+  const Data& d = s.d;
+  std::vector<uint16_t> k(d.k.size()), v(d.v.size());
+  for (size_t i = 0; i < k.size(); i++) k[i] = to_bits(d.k[i], bf16);
+  for (size_t i = 0; i < v.size(); i++) v[i] = to_bits(d.v[i], bf16);
+  std::vector<WorkItem> items;
+  for (int h = 0; h < 2; h++)
+    for (int m = 0; m < 2; m++)
+      for (int part = 0; part < v_parts; part++) {
+        WorkItem it{};
+        it.chunks = 5;
+        it.last_rows = 300 - 256;
+        it.v_head = h;
+        it.v_part = part;
+        it.start = m ? kStartIdentity : QLA_START_ZERO;
+        it.start_index = 2 * h + m;
+        items.push_back(it);
+      }
+  PlanHeader header{};
+  header.num_items = int32_t(items.size());
+  header.end_token = 300;
+  ForwardParams p;
+  p.dtype = bf16 ? QLA_BFLOAT16 : QLA_FLOAT16;
+  p.batch = 1;
+  p.tokens = 300;
+  p.num_k_heads = 1;
+  p.num_v_heads = 2;
+  p.output = false;
+  p.v_parts = v_parts;
+  p.k = {upload(k), 300 * 128, 128, 128};
+  p.v = {upload(v), 300 * 256, 256, 128};
+  p.plan = upload(std::vector<PlanHeader>{header});
+  p.items = upload(items);
+  p.max_items = int32_t(items.size());
+  p.abar = upload(s.abar);
+  p.vec = upload(s.vec);
+  p.end_states = upload(std::vector<float>(4 * 16384, NAN));
+  launch_forward(p, 132, 0);
+  CUDA_OK(cudaDeviceSynchronize());
+  const std::vector<float> e = download(p.end_states, 4 * 16384);
+  Rng r(5);
+  Error es;
+  for (int h = 0; h < 2; h++) {
+    std::vector<double> S = random_state(r), S0 = S;
+    recurrence(d, 0, 300, h, S, nullptr);
+    // buffers are [V][K]: S_ext(k, v) = x[v * 128 + k]; M(i, j) = column j of the state started from e_j: m[j * 128 + i]
+    for (int i = 0; i < 128; i++)
+      for (int j = 0; j < 128; j++) {
+        double x = e[(2 * h) * 16384 + j * 128 + i];
+        for (int m = 0; m < 128; m++) x += double(e[(2 * h + 1) * 16384 + m * 128 + i]) * S0[m * 128 + j];
+        es.add(x, S[i * 128 + j]);
+      }
+  }
+  char line[64];
+  std::snprintf(line, sizeof line, "M S0 + S_ext %.2e", es.rel());
+  report(std::string("end states, parts ") + std::to_string(v_parts) + (bf16 ? " bf16" : " fp16"),
+         es.rel() < (bf16 ? 6e-3 : 1e-3), line);
+}
+
+int main(int argc, char** argv) {
+  cudaDeviceProp prop;
+  CUDA_OK(cudaGetDeviceProperties(&prop, 0));
+  g_sms = prop.multiProcessorCount;
+  prepare_forward();
+  if (argc > 1 && !std::strcmp(argv[1], "bench")) return fwdtest::bench(argc > 2 ? argv[2] : "");
+  std::vector<Case> cases;
+  auto add = [&](Case c) { cases.push_back(c); };
+  add({.name = "full chunks"});
+  add({.name = "full chunks, fp16", .bf16 = false});
+  add({.name = "tail", .T = 200, .Hv = 2});
+  add({.name = "V split, group 8, tail", .T = 200, .Hv = 8, .v_parts = 2});
+  add({.name = "varlen, padding, group 4",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 8,
+       .h0_dtype = QLA_FLOAT32});
+  add({.name = "varlen, V split, few CTAs",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 4,
+       .v_parts = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .sms = 3});
+  add({.name = "one CTA for all, group 1",
+       .T = 400,
+       .lens = {70, 1, 129, 64, 0, 63},
+       .Hk = 2,
+       .Hv = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .sms = 1});
+  add({.name = "h0 bf16, V first", .T = 130, .h0_dtype = QLA_BFLOAT16, .v_first = true});
+  add({.name = "h0 float64, fp16", .T = 130, .bf16 = false, .h0_dtype = QLA_FLOAT64});
+  add({.name = "h0 fp16, V first, fp16", .T = 130, .bf16 = false, .h0_dtype = QLA_FLOAT16, .v_first = true});
+  add({.name = "dense B = 3, strided views, tail", .B = 3, .T = 100, .Hk = 2, .Hv = 4, .strided = true, .h0_dtype = QLA_FLOAT32});
+  add({.name = "strided views, V split, fp16", .B = 2, .T = 129, .Hk = 1, .Hv = 3, .bf16 = false, .v_parts = 2, .strided = true});
+  add({.name = "pool in place, -1 skips", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true});
+  add({.name = "pool in place, V split",
+       .T = 300,
+       .lens = {70, 100, 64, 3},
+       .Hv = 2,
+       .v_parts = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .v_first = true,
+       .pool = true,
+       .sms = 2});
+  add({.name = "has_initial_state", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .has_initial = true});
+  add({.name = "snapshots and checkpoints",
+       .T = 900,
+       .lens = {400, 64, 256, 100},
+       .Hv = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .checkpoint = 2,
+       .snapshots = true});
+  add({.name = "segments, warm-up",
+       .T = 900,
+       .lens = {640, 200},
+       .Hv = 2,
+       .gate = 0.5,
+       .segments = 3,
+       .warmup = 1,
+       .checkpoint = 1,
+       .snapshots = true});
+  add({.name = "segments, merged starts, V split",
+       .T = 900,
+       .lens = {640, 200},
+       .Hv = 2,
+       .v_parts = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .segments = 3});
+  add({.name = "no forgetting", .T = 1024, .Hv = 2, .gate = 0});
+  add({.name = "strong decay", .T = 256, .gate = 20});
+  add({.name = "fused, full chunks", .T = 1024, .fused = true});
+  add({.name = "fused, fp16", .T = 1024, .bf16 = false, .fused = true});
+  add({.name = "fused, tail, group 2", .T = 200, .Hv = 2, .fused = true});
+  add({.name = "fused, varlen, padding",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 8,
+       .h0_dtype = QLA_FLOAT32,
+       .fused = true});
+  add({.name = "fused, varlen, one CTA",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 4,
+       .h0_dtype = QLA_FLOAT32,
+       .sms = 1,
+       .fused = true});
+  add({.name = "fused, dense B = 3, strided",
+       .B = 3,
+       .T = 100,
+       .Hk = 2,
+       .Hv = 4,
+       .strided = true,
+       .h0_dtype = QLA_BFLOAT16,
+       .v_first = true,
+       .fused = true});
+  add({.name = "fused, pool", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true, .fused = true});
+  add({.name = "fused, no forgetting", .T = 1024, .Hv = 2, .gate = 0, .fused = true});
+  add({.name = "fused, strong decay", .T = 256, .gate = 20, .fused = true});
+  for (const Case& c : cases) run(c);
+  for (int parts : {1, 2})
+    for (bool bf16 : {true, false}) run_prepass(parts, bf16);
+  std::printf("%d passed, %d failed\n", g_passed, g_failed);
+  return g_failed != 0;
+}
