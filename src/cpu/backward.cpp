@@ -21,7 +21,10 @@ struct BackwardScratch {
   Buffer<T> block;
   T *dq_t = nullptr, *dk_t = nullptr, *rows = nullptr, *grads = nullptr;
 
-  explicit BackwardScratch(const Call<T>& call) : block(lay_out(call, nullptr)) { lay_out(call, block.data()); }
+  explicit BackwardScratch(const Call<T>& call) {
+    block.resize(lay_out(call, nullptr));
+    lay_out(call, block.data());
+  }
 
  private:
   size_t lay_out(const Call<T>& call, T* base) {

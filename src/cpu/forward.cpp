@@ -22,7 +22,8 @@ struct ThreadScratch {
   T* products = nullptr;  // nobody keeps them
   TileSet<T> wide;        // one chunk of 64, where A or g is handed out
 
-  ThreadScratch(const Call<T>& call, bool with_wide) : block(lay_out(call, with_wide, nullptr)) {
+  ThreadScratch(const Call<T>& call, bool with_wide) {
+    block.resize(lay_out(call, with_wide, nullptr));  // members exist by now, unlike in an initialiser of block
     lay_out(call, with_wide, block.data());
   }
 

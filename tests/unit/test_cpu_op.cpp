@@ -67,6 +67,35 @@ TEST(CpuOp, RecurrenceAndAdjoint) {
   }
 }
 
+// What flash_qla's low-level functions take: A of (F2), g, the state at each chunk's start; every other output as without them.
+TEST(CpuOp, HandsOutChunkParts) {
+  Options s;
+  s.tokens = 200, s.cu = {0, 130, 200};
+  CpuRun plain(s), parts(s);
+  plain.forward();
+  const Tensor a_inv(QLA_FLOAT32, {1, s.tokens, s.v_heads, 64}), a_gated = Tensor(QLA_FLOAT32, {1, s.tokens, s.v_heads, 64});
+  const Tensor g(QLA_FLOAT32, {1, s.tokens, s.v_heads}), h(QLA_FLOAT32, {5, s.v_heads, s.k_dim, s.v_dim});
+  qla_gdn_forward_args args = parts.forward_args();
+  args.a_inv = a_inv.arg(), args.a_gated = a_gated.arg(), args.g_cumsum = g.arg(), args.h = h.arg();
+  cpu::forward(args, parts.problem);
+  EXPECT_EQ(plain.o.bytes, parts.o.bytes);
+  for (const Tensor* t : {&a_inv, &a_gated, &g, &h})
+    for (const double x : t->values()) ASSERT_FALSE(std::isnan(x));
+  const int64_t state = s.v_heads * s.k_dim * s.v_dim;
+  for (int64_t i = 0; i < state; ++i) {  // chunks 0 and 3 start the sequences
+    EXPECT_EQ(h.get(i), plain.h0.get(i));
+    EXPECT_EQ(h.get(3 * state + i), plain.h0.get(state + i));
+  }
+  for (int64_t token = 0; token < s.tokens; ++token)
+    for (int64_t head = 0; head < s.v_heads; ++head) {
+      const int64_t in_chunk = (token < 130 ? token : token - 130) % 64, at = token * s.v_heads + head;
+      const double before = in_chunk ? g.get(at - s.v_heads) : 0;
+      EXPECT_NEAR(g.get(at) - before, plain.g.get(at), 1e-5);
+      EXPECT_EQ(a_inv.get(at * 64 + in_chunk), 1.0);
+      for (int64_t j = in_chunk + 1; j < 64; ++j) EXPECT_EQ(a_gated.get(at * 64 + j), 0.0);
+    }
+}
+
 // The gradient of o.sum() is one number with strides of 0; a column-major one has a last stride of its own.
 TEST(CpuOp, GradientOfOutputWithAnyStrides) {
   Options s;
