@@ -73,6 +73,7 @@ Tables run(const Problem& p, const std::string& name) {
     c.rule = p.rule;
     c.decay = decay.get();
     c.need_bases = 1;
+    c.rehearse = int32_t(p.heads % 2);
     c.most_states = int32_t(states);
     c.most_units = int32_t(segments * p.heads);
     c.units = units.get();
