@@ -51,7 +51,7 @@ Arena::~Arena() {
 
 int Arena::new_block(size_t bytes) {
   Block block;
-  block.bytes = bytes + 2 * kGuard;
+  block.bytes = bytes + kGuard + kGuardBehind;
   block.device = backend_.allocate(block.bytes);
   block.host.assign(block.bytes, 0xFF);
   block.written.assign(block.bytes, 0);
@@ -130,7 +130,7 @@ std::string Arena::fetch() {
     const bool same = std::memcmp(now.data(), block.host.data(), block.bytes) == 0;
     for (size_t i = same ? block.bytes : 0; i < block.bytes; ++i)
       if (now[i] != block.host[i] && !block.written[i]) {
-        complaint << "memory that is not an output changed: block " << index << " of " << block.bytes - 2 * kGuard
+        complaint << "memory that is not an output changed: block " << index << " of " << block.bytes - kGuard - kGuardBehind
                   << " bytes, byte " << static_cast<int64_t>(i) - static_cast<int64_t>(kGuard) << "; ";
         break;
       }

@@ -49,7 +49,7 @@ enum class Role { kInput, kOutput };
 
 class Arena {
  public:
-  static constexpr size_t kGuard = 4096;
+  static constexpr size_t kGuard = 4096, kGuardBehind = 65536;  // behind: whole rows that a missing tail mask would write
 
   explicit Arena(const Backend& backend) : backend_(backend) {}
   ~Arena();

@@ -65,9 +65,7 @@ std::string not_on_cuda(const Case& c, int32_t dtype);
 // Judges a result against the truth; records GoogleTest failures that name tensor, measure, first bad coordinate and error by
 // token window.
 void expect_values(const Case& c, const Sample& sample, const Options& options, const Values& got, const Values& truth,
-                   const std::vector<Values>& emulations);
-// of 16-bit samples, the first with chunks of 64; none for other types. A device is judged beside several (decision 0020)
-std::vector<Values> emulations_of(const Sample& sample, bool backward, bool device);
+                   const Values* emulated);
 
 // relL2 with its message; for tests outside the table
 double relative_error(const Numbers& got, const Numbers& truth);

@@ -77,10 +77,10 @@ Values truth_of(const Sample& sample, bool backward) {
                  backward ? reference::recurrence_backward(sample.in) : reference::Gradients{});
 }
 
-Values emulation_of(const Sample& sample, bool backward, int64_t chunk) {
+Values emulation_of(const Sample& sample, bool backward) {
   const auto operand = sample.dtype == QLA_FLOAT16 ? reference::Operand::kFp16 : reference::Operand::kBf16;
-  Values values = collect(reference::chunk_forward(sample.in, operand, chunk),
-                          backward ? reference::chunk_backward(sample.in, operand, chunk) : reference::Gradients{});
+  Values values = collect(reference::chunk_forward(sample.in, operand),
+                          backward ? reference::chunk_backward(sample.in, operand) : reference::Gradients{});
   for (const Field& field : fields())
     for (double& x : values.*field.member) x = round_to(x, field_dtype(sample, field));
   return values;

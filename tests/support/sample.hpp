@@ -64,8 +64,8 @@ int32_t field_dtype(const Sample& sample, const Field& field);  // of the output
 int64_t field_heads(const Sample& sample, const Field& field);  // 0: no token axis (states, dA_log)
 
 Values truth_of(const Sample& sample, bool backward = true);  // the token recurrence, float64
-Values emulation_of(const Sample& sample, bool backward = true,
-                    int64_t chunk = 64);  // 16-bit operands where a 16-bit kernel has them; outputs rounded to their types
+Values emulation_of(const Sample& sample,
+                    bool backward = true);  // 16-bit operands where a 16-bit kernel has them; outputs rounded to their types
 
 // Sequence n alone, with its states and gradients.
 Sample sequence_of(const Sample& sample, int64_t n);
