@@ -36,7 +36,7 @@ namespace bp = qla::cuda::backward_passes;
 
 namespace {
 
-int failures = 0;
+int passes = 0, failures = 0;
 
 template <typename U>
 struct Buffer {  // device memory, poisoned with NaN
@@ -109,6 +109,7 @@ void compare(const std::string& name, const char* what, const std::vector<double
   }
   const double error = den > 0 ? std::sqrt(num / den) : std::sqrt(num);
   const bool good = error <= limit;
+  passes += good;
   failures += !good;
   std::printf("%s %-28s %-9s %.2e%s", good ? "ok   " : "WRONG", name.c_str(), what, error, good ? "\n" : "");
   if (!good)

@@ -401,7 +401,7 @@ int main(int argc, char** argv) {
     test_chunk_grads<__nv_bfloat16>(c);
     if (c.name == "tails" || c.name == "norm" || c.name == "zero rows") test_chunk_grads<__half>(c);
   }
-  if (filter.empty() || filter == "time") {
+  if (filter == "time") {  // timings are no part of the tests
     time_passes(16, 32, 32768);
     time_passes(16, 32, 8192);
     time_passes(2, 4, 8192);
@@ -410,6 +410,6 @@ int main(int argc, char** argv) {
     time_chunk_grads(2, 4, 8192);
     time_chunk_grads(16, 64, 8192);
   }
-  std::printf("%s: %d wrong\n", failures ? "FAILED" : "passed", failures);
+  std::printf("backward: %d passed %d failed\n", passes, failures);
   return failures != 0;
 }
