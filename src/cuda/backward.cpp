@@ -17,21 +17,11 @@
 #include "cuda/kernels/chunk_intra/launch.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "cuda/tensor_map.hpp"
+#include "cuda/views.hpp"
 
 namespace qla::cuda {
 namespace {
 
-TokenMapShape map_shape(const qla_tensor& t) {
-  TokenMapShape s;
-  s.data = t.data;
-  s.stride_b = t.stride[0];
-  s.stride_t = t.stride[1];
-  s.stride_h = t.stride[2];
-  s.batch = t.shape[0];
-  s.tokens = t.shape[1];
-  s.heads = t.shape[2];
-  return s;
-}
 // a [B, T, heads, 128] tensor of our own
 TokenMapShape own_shape(const void* data, const Problem& p) {
   TokenMapShape s;
@@ -88,14 +78,6 @@ BackwardNeeds needs_of(const qla_gdn_backward_args& args, const Problem& p, Look
   return n;
 }
 
-intra::View gate_view(const qla_tensor& t) {
-  if (!present(t)) return {};
-  return {t.data, {t.stride[0], t.stride[1], t.stride[2]}, t.dtype};
-}
-intra::View head_view(const qla_tensor& t) {
-  if (!present(t)) return {};
-  return {t.data, {0, 0, t.stride[0]}, t.dtype};
-}
 chunk_grads::InputView input_view(const intra::View& v) {
   chunk_grads::InputView r;
   r.data = v.data;
@@ -145,55 +127,17 @@ backward_rows::View own_view(void* data, const Problem& p) {
   v.stride[0] = p.tokens * v.stride[1];
   return v;
 }
-backward_passes::StateView state_view(const qla_tensor& t, uint32_t flags) {
-  backward_passes::StateView s;
-  if (!present(t)) return s;
-  const bool v_first = flags & QLA_FLAG_STATE_V_FIRST;
-  s.data = t.data;
-  s.dtype = t.dtype;
-  s.stride_n = t.stride[0];
-  s.stride_h = t.stride[1];
-  s.stride_k = t.stride[v_first ? 3 : 2];
-  s.stride_v = t.stride[v_first ? 2 : 3];
-  return s;
-}
-
 segments::Args plan_args(const qla_gdn_backward_args& args, const Problem& p, const BackwardBuffers& b) {
-  segments::Args a{};
-  if (p.varlen) {
-    a.cu_seqlens = args.cu_seqlens.data;
-    a.index_dtype = args.cu_seqlens.dtype;
-  }
-  a.has_initial = present(args.initial_state);
-  a.has_initial_state = static_cast<const uint8_t*>(args.has_initial_state.data);
-  a.num_seqs = p.num_seqs;
-  a.tokens = p.tokens;
-  a.slots = int32_t(p.chunk_slots());
-  a.num_v_heads = int32_t(p.num_v_heads);
-  a.v_parts = 1;
+  segments::Args a = cuda::plan_args(args, p, 1);
   a.header = b.header;
   a.items = b.items;
   a.chunk_table = b.chunk_table;
   return a;
 }
 
-intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, const BackwardBuffers& b) {
-  intra::Args a{};
+intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, const BackwardBuffers& b, const Device& device) {
+  intra::Args a = cuda::intra_args(args, p, device);
   a.chunk_table = b.chunk_table;
-  a.tokens = p.tokens;
-  a.slots = int32_t(p.chunk_slots());
-  a.varlen = p.varlen;
-  a.num_k_heads = int32_t(p.num_k_heads);
-  a.num_v_heads = int32_t(p.num_v_heads);
-  a.group = int32_t(p.group());
-  a.parts = (a.group + intra::kHeads - 1) / intra::kHeads;
-  a.per = (a.group + a.parts - 1) / a.parts;
-  a.flags = args.flags;
-  a.scale = float(p.scale);
-  a.g = gate_view(args.g);
-  a.beta = gate_view(args.beta);
-  a.a_log = head_view(args.A_log);
-  a.dt_bias = head_view(args.dt_bias);
   a.abar = b.saved.abar;
   a.pg = b.pg;
   a.vec = b.saved.vec;
@@ -201,12 +145,8 @@ intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, cons
   return a;
 }
 
-// QLA_FLAG_VALIDATE: boundaries that only device memory knows. Synchronises.
 void validate_boundaries(const qla_gdn_backward_args& args, const Problem& p, cudaStream_t stream) {
-  std::vector<char> bytes(size_t(numel(args.cu_seqlens) * dtype_size(args.cu_seqlens.dtype)));
-  check_cuda(cudaMemcpyAsync(bytes.data(), args.cu_seqlens.data, bytes.size(), cudaMemcpyDeviceToHost, stream),
-             "cudaMemcpyAsync");
-  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  std::vector<char> bytes = host_copy(args.cu_seqlens, stream);
   qla_tensor host = args.cu_seqlens;
   host.data = bytes.data();
   check_boundaries(host, p.tokens);
@@ -378,7 +318,8 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
   const bool rows = p.total_tokens() > 0;
   if (rows) {
     make_maps(r, needs);
-    check_cuda(intra::launch(p.dtype, r.k, r.q, intra_args(args, p, b), device.multiprocessors, true, r.stream), "chunk_intra");
+    check_cuda(intra::launch(p.dtype, r.k, r.q, intra_args(args, p, b, device), device.multiprocessors, true, r.stream),
+               "chunk_intra");
     if (needs.copy_d_o) copy_d_o(r);
   }
   const int64_t slots = p.chunk_slots(), ranges = num_ranges(p, range_slots);

@@ -92,4 +92,10 @@ struct MergeChain {
 };
 inline constexpr int kStateFloats = 128 * 128;
 
+struct StateView {  // [n, HV, K, V] by strides in elements; data == nullptr: absent
+  void* data = nullptr;
+  int32_t dtype = 0;  // QLA_FLOAT64 .. QLA_FLOAT16
+  int64_t stride_n = 0, stride_h = 0, stride_k = 0, stride_v = 0;
+};
+
 }  // namespace qla::cuda

@@ -17,6 +17,7 @@
 #include "cuda/kernels/plan_segments/cut.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "cuda/tensor_map.hpp"
+#include "cuda/views.hpp"
 #include "cuda/workspace.hpp"
 #include "plan/choose.hpp"
 
@@ -46,18 +47,6 @@ Plan make_plan(const qla_gdn_forward_args& args, const Problem& p, const Device&
   return plan;
 }
 
-TokenMapShape map_shape(const qla_tensor& t) {
-  TokenMapShape s;
-  s.data = t.data;
-  s.stride_b = t.stride[0];
-  s.stride_t = t.stride[1];
-  s.stride_h = t.stride[2];
-  s.batch = t.shape[0];
-  s.tokens = t.shape[1];
-  s.heads = t.shape[2];
-  return s;
-}
-
 void check_map(const qla_tensor& t, const char* name) {
   if (numel(t) == 0) return;
   const char* obstacle = token_map_obstacle(map_shape(t));
@@ -67,21 +56,7 @@ void check_map(const qla_tensor& t, const char* name) {
       stride_string(t), ": ", obstacle, "; pass a contiguous copy");
 }
 
-intra::View gate_view(const qla_tensor& t) { return {t.data, {t.stride[0], t.stride[1], t.stride[2]}, t.dtype}; }
-intra::View head_view(const qla_tensor& t) { return {t.data, {0, 0, t.stride[0]}, t.dtype}; }
 TokenView token_view(const qla_tensor& t) { return {t.data, t.stride[0], t.stride[1], t.stride[2]}; }
-StateView state_view(const qla_tensor& t, uint32_t flags) {
-  if (!present(t)) return {};
-  const bool v_first = flags & QLA_FLAG_STATE_V_FIRST;
-  StateView s;
-  s.data = t.data;
-  s.dtype = t.dtype;
-  s.stride_n = t.stride[0];
-  s.stride_h = t.stride[1];
-  s.stride_k = t.stride[v_first ? 3 : 2];
-  s.stride_v = t.stride[v_first ? 2 : 3];
-  return s;
-}
 chunk_export::Output output_view(const qla_tensor& t) {
   chunk_export::Output out{};
   out.data = t.data;
@@ -89,13 +64,6 @@ chunk_export::Output output_view(const qla_tensor& t) {
   return out;
 }
 
-// QLA_FLAG_VALIDATE: the values that only device memory knows. Synchronises.
-std::vector<char> host_copy(const qla_tensor& t, cudaStream_t stream) {
-  std::vector<char> bytes(size_t(numel(t) * dtype_size(t.dtype)));
-  check_cuda(cudaMemcpyAsync(bytes.data(), t.data, bytes.size(), cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
-  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  return bytes;
-}
 void validate_values(const qla_gdn_forward_args& args, const Problem& p, cudaStream_t stream) {
   if (p.varlen) {
     std::vector<char> bytes = host_copy(args.cu_seqlens, stream);
@@ -112,40 +80,12 @@ void validate_values(const qla_gdn_forward_args& args, const Problem& p, cudaStr
 }
 
 segments::Args plan_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan) {
-  segments::Args a{};
-  if (p.varlen) {
-    a.cu_seqlens = args.cu_seqlens.data;
-    a.index_dtype = args.cu_seqlens.dtype;
-  }
-  a.has_initial = present(args.initial_state);
-  a.has_initial_state = static_cast<const uint8_t*>(args.has_initial_state.data);
-  a.num_seqs = p.num_seqs;
-  a.tokens = p.tokens;
-  a.slots = int32_t(p.chunk_slots());
-  a.num_v_heads = int32_t(p.num_v_heads);
-  a.v_parts = plan.choice.value_splits;
+  segments::Args a = cuda::plan_args(args, p, plan.choice.value_splits);
   a.checkpoint_every_chunks = int32_t(args.checkpoint_every_n_tokens / kChunk);
   a.header = b.header;
   a.items = b.items;
   a.chunk_table = b.chunk_table;
   return a;
-}
-
-// Items a q/k head. Fewer value heads an item repeat K [K;Q]^T but fill the card sooner: rounds of CTAs times microseconds of an
-// item.
-int32_t intra_parts(const Problem& p, const Device& device) {
-  const int64_t ctas = int64_t(device.multiprocessors) * intra::kCtasPerSm, group = p.group();
-  int64_t best = 0;
-  double best_us = 0;
-  for (int64_t parts = plan::ceil_div(group, intra::kHeads); parts <= group; parts++) {
-    const int64_t per = plan::ceil_div(group, parts);
-    if ((parts - 1) * per >= group) continue;  // the last one would be empty
-    const double us = double(plan::ceil_div(p.chunk_slots() * p.num_k_heads * parts, ctas)) * (3.0 + 1.45 * double(per));
-    if (best != 0 && us >= best_us) continue;
-    best = parts;
-    best_us = us;
-  }
-  return int32_t(best);
 }
 
 segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan,
@@ -169,22 +109,8 @@ segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, c
 }
 
 intra::Args intra_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Device& device) {
-  intra::Args a{};
+  intra::Args a = cuda::intra_args(args, p, device);
   a.chunk_table = b.chunk_table;
-  a.tokens = p.tokens;
-  a.slots = int32_t(p.chunk_slots());
-  a.varlen = p.varlen;
-  a.num_k_heads = int32_t(p.num_k_heads);
-  a.num_v_heads = int32_t(p.num_v_heads);
-  a.group = int32_t(p.group());
-  a.parts = intra_parts(p, device);
-  a.per = (a.group + a.parts - 1) / a.parts;
-  a.flags = args.flags;
-  a.scale = float(p.scale);
-  if (present(args.g)) a.g = gate_view(args.g);
-  a.beta = gate_view(args.beta);
-  if (present(args.A_log)) a.a_log = head_view(args.A_log);
-  if (present(args.dt_bias)) a.dt_bias = head_view(args.dt_bias);
   a.abar = b.saved.abar;
   a.pg = b.pg;
   a.vec = b.saved.vec;

@@ -24,11 +24,7 @@ static_assert(kStateStage * kStateStages <= kOut && kReverseStage * kReverseStag
               "shared memory");
 inline constexpr int kMaxStages = 5;
 
-struct StateView {  // [N, HV, K, V] in any order and float type
-  void* data = nullptr;
-  int32_t dtype = 0;
-  int64_t stride_n = 0, stride_h = 0, stride_k = 0, stride_v = 0;
-};
+using cuda::StateView;
 
 // One unit of work: the run of a sequence's chunks that lies in the launch's range of slots, one value head. A cluster takes it,
 // a CTA each half of V.

@@ -14,11 +14,6 @@ struct TokenView {  // [B, T, H, 128]; strides in elements, last dimension conti
   const void* data = nullptr;
   int64_t stride_b = 0, stride_t = 0, stride_h = 0;
 };
-struct StateView {  // [n, HV, K, V] by strides in elements; data == nullptr: absent
-  void* data = nullptr;
-  int32_t dtype = 0;  // QLA_FLOAT64 .. QLA_FLOAT16
-  int64_t stride_n = 0, stride_h = 0, stride_k = 0, stride_v = 0;
-};
 
 struct ForwardParams {
   int32_t dtype = 0;  // QLA_BFLOAT16 or QLA_FLOAT16: q, k, v, o, Abar, Pg
