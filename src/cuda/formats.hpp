@@ -33,9 +33,9 @@ constexpr int panel_bytes(int w) { return 2048 - 512 * w; }
 //   q_scale = scale gamma_i rq_i on (QS)^T           (F7)
 //   e_scale = tail_i beta_i rk_i on Delta            (F8)
 //   gamma   = exp(g_i); gamma[63] is gamma_C of the chunk, also of a tail chunk (raw gate 0 in rows past the end)
-// Part B (1 KiB, for backward): g (natural-log cumsum), beta, rk, rq.
-// Pg carries scale, rq_i (rows), rk_j beta_j (columns): O = q_scale (Q S) + Pg Delta. Abar carries rk_i rk_j beta_j inside the
-// inverse.
+// Part B (1 KiB, for backward): log2 of gamma (the cumsum in base 2, as exp2 takes it: converted to natural logarithms and back
+// it would be rounded twice more), beta, rk, rq. Pg carries scale, rq_i (rows), rk_j beta_j (columns): O = q_scale (Q S) + Pg
+// Delta. Abar carries rk_i rk_j beta_j inside the inverse.
 inline constexpr int kVecK = 0, kVecQ = 64, kVecE = 128, kVecGamma = 192, kVecG = 256, kVecBeta = 320, kVecRk = 384, kVecRq = 448;
 inline constexpr int kVecFloats = 512;         // one record: 2 KiB at vec[index]
 inline constexpr int kVecBytesForward = 1024;  // part A

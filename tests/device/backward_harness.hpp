@@ -16,6 +16,7 @@
 #include "backward_reference.hpp"
 #include "cuda/kernels/backward_passes/launch.hpp"
 #include "cuda/kernels/chunk_grads/launch.hpp"
+#include "cuda/math/exp.cuh"
 #include "cuda/tile/pack.cuh"
 #include "cuda/tile/swizzle.cuh"
 #include "qla/qla.h"
@@ -134,13 +135,14 @@ std::vector<float> gate_vectors(const Problem& p, const std::vector<cuda::ChunkR
       for (int i = 0; i < kRows; i++) {
         Gates g = i < chunks[s].rows ? gates_of(p, int(chunks[s].token) + i, h) : Gates{0, 0, 1, 1};
         sum += g.g;
-        x[cuda::kVecG + i] = sum;
+        x[cuda::kVecG + i] = float(sum * cuda::kLog2e);
         x[cuda::kVecBeta + i] = g.beta;
         x[cuda::kVecRk + i] = g.rk;
         x[cuda::kVecRq + i] = g.rq;
       }
       for (int i = 0; i < kRows; i++) {
-        const double gamma = std::exp(double(x[cuda::kVecG + i])), tail = std::exp(sum - x[cuda::kVecG + i]);
+        const double log2_gamma = x[cuda::kVecG + i], gamma = std::exp2(log2_gamma),
+                     tail = std::exp2(sum * cuda::kLog2e - log2_gamma);
         x[cuda::kVecK + i] = gamma * x[cuda::kVecRk + i];
         x[cuda::kVecQ + i] = p.c.scale * gamma * x[cuda::kVecRq + i];
         x[cuda::kVecE + i] = tail * x[cuda::kVecBeta + i] * x[cuda::kVecRk + i];

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cuda/math/exp.cuh"
 #include "cuda/ptx/control.cuh"
 #include "cuda/tile/swizzle.cuh"
 
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) chunk_export(const __grid_constant__
       for (int i = threadIdx.x; i < record.rows * a.num_v_heads; i += kThreads) {
         const int row = i / a.num_v_heads, head = i % a.num_v_heads;
         static_cast<float*>(a.g_cumsum.data)[place(a.g_cumsum, batch, token + row, head)] =
-            a.vec[(index + head) * kVecFloats + kVecG + row];
+            a.vec[(index + head) * kVecFloats + kVecG + row] * kLn2;
       }
     for (int which = 0; which < 2; which++) {
       const Output& out = which ? a.k_rnorm : a.q_rnorm;

@@ -60,8 +60,8 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
         if (pass) {  // (B10) e' has no beta in it
           load_rows(factor, vec, kVecG, row);
           const float g_last = ptx::lds(vec + (kVecG + 63) * 4);
-          factor[0] = exp2_approx((g_last - factor[0]) * kLog2e) * norm[0];
-          factor[1] = exp2_approx((g_last - factor[1]) * kLog2e) * norm[1];
+          factor[0] = exp2_approx(g_last - factor[0]) * norm[0];
+          factor[1] = exp2_approx(g_last - factor[1]) * norm[1];
         }
         store_row_sums(part + (pass ? kXe : key ? kXaK : kXaQ) * 4, factor[0] * dot[0], factor[1] * dot[1], row, w.lane);
       }

@@ -49,7 +49,7 @@ struct ScoreColumns {  // of this lane: 2 x 2 columns of block kb
     for (int n = 0; n < 2; n++) {
       const uint32_t at = vec + (16 * kb + 8 * n + lane % 4 * 2) * 4;
       const float2 g2 = ptx::lds2(at + kVecG * 4), b2 = ptx::lds2(at + kVecBeta * 4), r2 = ptx::lds2(at + kVecRk * 4);
-      g[2 * n] = g2.x * kLog2e, g[2 * n + 1] = g2.y * kLog2e;
+      g[2 * n] = g2.x, g[2 * n + 1] = g2.y;
       beta[2 * n] = b2.x, beta[2 * n + 1] = b2.y;
       rk[2 * n] = r2.x, rk[2 * n + 1] = r2.y;
     }
@@ -75,7 +75,7 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
                                        const float (&row_factor)[2], int warp, int lane, bool strict, uint32_t (&operand)[16],
                                        uint32_t out) {
   const int row = 16 * warp + lane / 4;
-  const float g_row[2] = {ptx::lds(vec + (kVecG + row) * 4) * kLog2e, ptx::lds(vec + (kVecG + row + 8) * 4) * kLog2e};
+  const float g_row[2] = {ptx::lds(vec + (kVecG + row) * 4), ptx::lds(vec + (kVecG + row + 8) * 4)};
   float left[2] = {0.f, 0.f};           // row sums over the blocks left of the diagonal one
   float diagonal[8], diagonal_pair[8];  // the warp's diagonal block of acc and pair: selected, so that its code is there once
 #pragma unroll

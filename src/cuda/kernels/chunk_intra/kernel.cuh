@@ -170,7 +170,7 @@ __device__ __forceinline__ void gate_vectors(uint32_t smem, const Args& a, const
   out[kVecE / 2] = make_float2(exp2_approx(last - c0) * beta.x * rk.x, exp2_approx(last - c1) * beta.y * rk.y);
   out[kVecGamma / 2] = make_float2(gamma0, gamma1);
   if (a.vec_backward) {
-    out[kVecG / 2] = make_float2(c0 * kLn2, c1 * kLn2);
+    out[kVecG / 2] = make_float2(c0, c1);
     out[kVecBeta / 2] = beta;
     out[kVecRk / 2] = rk;
     out[kVecRq / 2] = rq;
