@@ -112,8 +112,8 @@ class Head {  // one value head of one sequence
   // blocks of 16 and fills in those below by products of fp16 operands: A21 = -A22 (L21 A11), first for blocks of 16, then of 32.
   Tile<A> inverse(const Chunk<P>& c, bool gated) const {
     const Tile<A> lower = strictly_lower(c, gated), blocks = inverse_by_blocks(lower, std::is_same_v<P, Exact> ? C_ : 16);
-    const bool fits = std::all_of(blocks.begin(), blocks.end(), [](A x) { return std::isfinite(x); });
-    return fits ? blocks : inverse_by_blocks(lower, C_);  // beyond fp16: all by substitution
+    const bool fits = std::all_of(blocks.begin(), blocks.end(), [](A x) { return std::fabs(x) < A(64); });
+    return fits ? blocks : inverse_by_blocks(lower, C_);  // a growing recurrence, or beyond fp16: all by substitution
   }
   Tile<A> inverse_by_blocks(const Tile<A>& lower, int64_t block) const {
     Tile<A> inv(C_ * C_, A(0));
@@ -177,34 +177,33 @@ class Head {  // one value head of one sequence
   void grads(const Chunk<P>& c, const Tile<A>& state, const Tile<A>& delta, const Tile<A>& d_state, const Tile<A>& d_resid,
              Tile<A>& dq, Tile<A>& dk, Tile<A>& dg, Tile<A>& dbeta) const {
     const Tile<A> jj = nt(c.d_o, delta, C_, C_, V_), zz = nt(d_resid, delta, C_, C_, V_);  // J and Z before masks and gates
-    Tile<A> dp_k(C_ * C_, A(0)), dp_q(C_ * C_, A(0)), x(C_ * C_, A(0)), y(C_ * C_, A(0)), column(C_, A(0));
+    Tile<A> dp(C_ * C_, A(0)), x(C_ * C_, A(0)), y(C_ * C_, A(0)), column(C_, A(0));
     for (int64_t i = 0; i < C_; ++i)
       for (int64_t j = 0; j <= i; ++j) {
         const int64_t at = i * C_ + j;
-        const A dp = A(in_.scale) * c.decay[at] * jj[at] * c.beta[j];  // (B5)
-        const A z = j < i ? -c.decay[at] * zz[at] : A(0);              // (B6)
-        dp_k[at] = P::round(dp * c.rk[j]);                             // as operands they carry the norm of the rows they meet
-        dp_q[at] = P::round(dp * c.rq[i]);
-        x[at] = z * c.beta[j];
+        const A z = j < i ? -c.decay[at] * zz[at] : A(0);  // (B6)
+        // One operand for dP K and dP^T Q, one for X and X^T: with the norms of both rows in them. What the other side's norm
+        // does too much is taken off the sum.
+        dp[at] = operand(c.rq[i] * A(in_.scale) * c.decay[at] * jj[at] * c.beta[j] * c.rk[j], c.qk[at]);  // (B5)
+        x[at] = operand(c.rk[i] * z * c.beta[j] * c.rk[j], c.kk[at]);
         y[at] = A(in_.scale) * c.decay[at] * c.qk[at] * jj[at] + z * c.kk[at];  // Y' (B10)
         column[j] += y[at];
         y[at] *= c.beta[j];
       }
     const Tile<A> hq = nt(c.d_o, state, C_, K_, V_), hk = nt(d_resid, state, C_, K_, V_);  // (B7)
-    Tile<A> he = nt(rounded<P>(rows_scaled(delta, c.tail)), d_state, C_, K_, V_);
+    const Tile<A> he = rows_scaled(nt(delta, d_state, C_, K_, V_), c.tail);
 
     // (B8)
-    Tile<A> add = hq;
-    for (int64_t i = 0; i < C_ * K_; ++i) add[i] *= A(in_.scale) * c.gamma[i / K_];
-    gemm_nn(C_, K_, C_, dp_k.data(), c.k.data(), add.data());
+    Tile<A> add = nn(dp, c.k, C_, K_, C_);
+    for (int64_t i = 0; i < C_ * K_; ++i) add[i] = add[i] / c.rq[i / K_] + A(in_.scale) * c.gamma[i / K_] * hq[i];
     accumulate(c, add, dq);
     // (B9)
-    for (int64_t i = 0; i < C_ * K_; ++i) add[i] = c.beta[i / K_] * he[i] - c.gamma[i / K_] * hk[i];
     Tile<A> both(C_ * C_);
     for (int64_t i = 0; i < C_; ++i)
-      for (int64_t j = 0; j < C_; ++j) both[i * C_ + j] = P::round((x[i * C_ + j] + x[j * C_ + i]) * c.rk[j]);
-    gemm_tn(C_, K_, C_, dp_q.data(), c.q.data(), add.data());
-    gemm_nn(C_, K_, C_, both.data(), c.k.data(), add.data());
+      for (int64_t j = 0; j < C_; ++j) both[i * C_ + j] = x[i * C_ + j] + x[j * C_ + i];
+    add = nn(both, c.k, C_, K_, C_);
+    gemm_tn(C_, K_, C_, dp.data(), c.q.data(), add.data());
+    for (int64_t i = 0; i < C_ * K_; ++i) add[i] = add[i] / c.rk[i / K_] + (c.beta[i / K_] * he[i] - c.gamma[i / K_] * hk[i]);
     accumulate(c, add, dk);
 
     // (B10), (B11)
@@ -262,29 +261,54 @@ class Head {  // one value head of one sequence
       for (int64_t x = 0; x < width; ++x) tile[i * width + x] = static_cast<A>(from[((c.first + i) * heads + head) * width + x]);
     return tile;
   }
+  // An element of dP or X as an operand. fp16: where a zero row of q meets a zero row of k both norms are 1e3 and the product may
+  // leave the range; it multiplies rows of zeros only.
+  static A operand(A x, A pair) {
+    if (std::is_same_v<P, Fp16> && std::fabs(x) > A(65504) && pair == A(0)) return A(0);
+    return P::round(x);
+  }
   void accumulate(const Chunk<P>& c, const Tile<A>& add, Tile<A>& total) const {
     for (int64_t i = 0; i < c.rows * K_; ++i) total[(c.first - in_.bos[n_]) * K_ + i] += add[i];
   }
 
   void gates(Chunk<P>& c) const {
     c.g.assign(C_, A(0));
-    A sum = 0;
     for (int64_t i = 0; i < C_; ++i) {
       A raw = i < c.rows ? static_cast<A>(act_.g[(c.first + i) * in_.v_heads + head_]) : A(0);
       if (raw < A(kGateFloor)) raw = A(kGateFloor);  // (F0); a NaN fails the comparison and stays
-      c.g[i] = sum += raw;                           // (F1)
+      c.g[i] = raw;
     }
+    cumulative_sum(c.g);  // (F1)
+    // a kernel's are in base 2
+    const auto exp = [](A x) { return std::is_same_v<P, Exact> ? std::exp(x) : x < A(-126) ? A(0) : std::exp2(x); };
     c.gamma.resize(C_), c.tail.resize(C_);
     c.k_scale.resize(C_), c.q_scale.resize(C_), c.e_scale.resize(C_);
     c.decay.assign(C_ * C_, A(0));
     for (int64_t i = 0; i < C_; ++i) {
-      c.gamma[i] = std::exp(c.g[i]);
-      c.tail[i] = i < c.rows ? std::exp(c.g[C_ - 1] - c.g[i]) : A(0);
-      for (int64_t j = 0; j <= i; ++j) c.decay[i * C_ + j] = std::exp(c.g[i] - c.g[j]);
+      c.gamma[i] = exp(c.g[i]);
+      c.tail[i] = i < c.rows ? exp(c.g[C_ - 1] - c.g[i]) : A(0);
+      for (int64_t j = 0; j <= i; ++j) c.decay[i * C_ + j] = exp(c.g[i] - c.g[j]);
       c.k_scale[i] = c.gamma[i] * c.rk[i];
       c.q_scale[i] = A(in_.scale) * c.gamma[i] * c.rq[i];
       c.e_scale[i] = c.tail[i] * c.beta[i] * c.rk[i];
     }
+  }
+  // In fp32 as a warp does it: in base 2, two rows a lane, distances doubled. Where gates are strong the sum's roundings are
+  // those that decide the errors of G.
+  void cumulative_sum(Tile<A>& g) const {
+    if (std::is_same_v<P, Exact>) {
+      for (int64_t i = 1; i < C_; ++i) g[i] += g[i - 1];
+      return;
+    }
+    const int64_t lanes = C_ / 2;
+    Tile<A> through(lanes), before;
+    for (A& x : g) x *= A(1.4426950408889634f);
+    for (int64_t l = 0; l < lanes; ++l) through[l] = g[2 * l] + g[2 * l + 1];
+    for (int64_t d = 1; d < lanes; d *= 2) {
+      before = through;
+      for (int64_t l = d; l < lanes; ++l) through[l] += before[l - d];
+    }
+    for (int64_t l = 0; l < lanes; ++l) g[2 * l] = through[l] - g[2 * l + 1], g[2 * l + 1] = through[l];
   }
   void scores(Chunk<P>& c) const {
     c.qk = nt(c.q, c.k, C_, C_, K_);
