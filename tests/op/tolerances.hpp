@@ -16,6 +16,8 @@ inline constexpr double kFloat32 = 1e-5, kFloat32Hard = 1e-4;  // hard: BR-20, B
 inline constexpr double kFloat64 = 1e-10;
 inline constexpr double kOfEmulator = 2.0;  // of its relative and of its largest error
 inline constexpr double kZero = 1e-6;       // where the truth is 0: of the largest entry elsewhere
+inline constexpr double kNearZero = 1e-3;  // where it is nearly 0 (BR-21): of the largest entry with independent keys; 16 bit: or
+inline constexpr double kNearZeroEmulator = 1e-2;  // twice the emulator's error, which stays below this (decision 0023)
 inline constexpr double kSlope = 3e-4;
 inline constexpr double kLargest = 20.0;  // fp32, float64: largest error, of limit times largest entry
 
