@@ -110,9 +110,10 @@ def options(case: Case, device: str) -> dict[str, Any]:
     return out
 
 
-def relative(x: Any, truth: Any) -> float:
+def relative(x: Any, truth: Any, size: float = 0.0) -> float:
+    """|x - truth| / |truth|; where |truth| is below the size that it has without cancellation: of that."""
     x, truth = x.detach().double().cpu(), truth.detach().double().cpu()
-    norm = float(truth.norm())
+    norm = max(float(truth.norm()), size)
     error = float((x - truth).norm())
     # a true value of nearly nothing (dh0 behind a gate that forgets everything) has no relative error
     return error / norm if norm > 1e-6 * truth.numel() ** 0.5 else error
@@ -141,7 +142,16 @@ def run_case(case: Case, device: str, generator: Any) -> dict[str, float]:
         grads = torch.autograd.grad((o, state), list(inputs.values()), (do, ds))
         grads_true = torch.autograd.grad((o_true, state_true), list(exact.values()), (do.double().cpu(), ds.double().cpu()))
         for name, x, x_true in zip(inputs, grads, grads_true):
-            errors[f"d{name}"] = relative(x, x_true)
+            size = 0.0
+            if name == "g" and case.tokens == 1:
+                # One inner product <S, dS> of random signs, of some |S| |dS| / sqrt(K V): by chance it may be nearly 0, and then what
+                # the 16-bit operands cost (testing.md's rule for values that are nearly 0) is no small part of it.
+                decay = exact["g"].detach().exp().reshape(-1)
+                sizes = (
+                    exact["initial_state"].detach().flatten(2).norm(dim=-1) * ds.double().cpu().flatten(2).norm(dim=-1)
+                ).reshape(-1)
+                size = float((decay * sizes).norm()) / (case.sizes[0] * case.sizes[1]) ** 0.5
+            errors[f"d{name}"] = relative(x, x_true, size)
     return errors
 
 

@@ -454,7 +454,8 @@ if pid == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 print('forked')
 """
-    assert "forked" in subprocess_python(code)
+    # torch refuses autograd in a forked child once its engine has threads for GPUs; this is about the library's own threads
+    assert "forked" in subprocess_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.br(84)
