@@ -111,7 +111,8 @@ def recurrent_gated_delta_rule(
 
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected| / |expected|; where expected is all zero, |actual|."""
-    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    expected = expected.detach().double()
+    actual = actual.detach().to(expected)
     size = torch.linalg.vector_norm(expected).item()
     error = torch.linalg.vector_norm(actual - expected).item()
     return error / size if size > 0 else error

@@ -73,9 +73,7 @@ std::vector<Case> shape_cases() {
     std::fill(cu.begin() + 2049, cu.end(), 77);
     c = packed("BR35", "4095 of 4096 empty", cu);
     c.H = 1, c.HV = 1, c.K = 16, c.V = 16, c.extra = empty_sequences_pass_through, c.dtypes = {kF32};
-    add(c);
-    c.K = c.V = 128, c.dtypes = {kBf16}, c.big = true, c.name += " 128";
-    add(c);
+    add(c);  // heads of 128: test_long.py
     c = packed("BR35", "first empty", {0, 0, 90});
     c.extra = empty_sequences_pass_through;
     add(c);
@@ -97,12 +95,7 @@ std::vector<Case> shape_cases() {
     c.K = c.V = 32, c.dtypes = {kF32};
     add(c);
   }
-  {
-    Case c = packed("BR37", "8192", boundaries(long_tail(0, 8192)));
-    c.big = true, c.dtypes = {kBf16};
-    add(c);
-  }
-  // BR-38 one token at the end
+  // BR-38 one token at the end; 64 heads, and a BR-37 with 8192: test_long.py
   {
     Case c = packed("BR38", "last of 8192", {0, 8191, 8192});
     c.H = 1, c.HV = 1;
@@ -112,9 +105,6 @@ std::vector<Case> shape_cases() {
     add(c);
     c = packed("BR38", "around a chunk", {0, 63, 64, 65, 129});
     c.dtypes = {kBf16, kFp16, kF32, kF64}, c.calls = {{}, fixed(1)};
-    add(c);
-    c = packed("BR38", "64 heads", {0, 8191, 8192});
-    c.H = 64, c.HV = 64, c.big = true, c.dtypes = {kBf16};
     add(c);
   }
   // BR-40 strong gates, NaN past the end
@@ -169,26 +159,13 @@ std::vector<Case> shape_cases() {
          .V = size,
          .dtypes = {kBf16, kFp16, kF32, kF64},
          .gate = gates::qwen()});
-  // BR-52 very many sequences
+  // BR-52 very many sequences; heads of 128: test_long.py
   {
     std::vector<int64_t> lengths(2050, 16);
     Case c = packed("BR52", "2050 documents", boundaries(lengths));
     c.H = 32, c.HV = 32, c.K = c.V = 8, c.dtypes = {kF32};
     add(c);
-    c.name += " 128", c.H = 8, c.K = c.V = 128, c.dtypes = {kBf16}, c.big = true;
-    add(c);
     add({.recipe = "BR52", .name = "B 70000", .B = 70000, .T = 1, .H = 1, .HV = 1, .K = 8, .V = 8, .dtypes = {kF32}});
-    add({.recipe = "BR52",
-         .name = "B 70000 no states 128",
-         .B = 70000,
-         .T = 1,
-         .H = 1,
-         .HV = 1,
-         .dtypes = {kBf16},
-         .h0 = false,
-         .dht = false,
-         .calls = {no_final_state()},
-         .big = true});
   }
   return table;
 }
