@@ -30,6 +30,7 @@ SANITIZERS = ("memcheck", "initcheck", "synccheck", "racecheck")
 ONLY_16_BIT = (
     "-*_f32_cuda*:*_f64_cuda*"  # the kernels take 16-bit tensors; that others are refused is tested once, in abi and pytest
 )
+FUZZ_SEEDS, FUZZ_PARTS = 150, 5
 # T <= 400, four heads, guards and gaps in all: what a sanitizer gets through in seconds
 SMALL = "*BR03*bf16*:*BR15_T*bf16*:*BR17*bf16*:*BR33*bf16*:*BR38_around*bf16*:*BR40*:*BR56_views*bf16*:*BR57*bf16*"
 
@@ -45,7 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", choices=["cpp", "python", "sanitize", "bench"], help="one part alone; then nothing is recorded")
     parser.add_argument("--filter", help="of GoogleTest names; then nothing is recorded")
     parser.add_argument("--deadline", type=float, default=200.0, help="seconds for tests and sanitizers together (default 200)")
-    parser.add_argument("--shards", type=int, default=12, help="processes of the op table (default 12)")
+    parser.add_argument("--shards", type=int, default=16, help="processes of the op table (default 16)")
     parser.add_argument("--out", type=Path, help="folder for logs and a copy of last_run.json")
     parser.add_argument("--tar", type=Path, help="at the end everything worth keeping in one archive: docs/gpu, docs/bench, logs")
     return parser.parse_args()
@@ -83,18 +84,27 @@ class Session:
     def google_jobs(self) -> list[Job]:
         jobs = []
         for program in [p for name in GOOGLE for p in self.programs(name)]:
-            shards = {"qla_test_op": self.args.shards, "qla_test_fuzz": 2}.get(program.name, 1)
+            if program.name == "qla_test_fuzz" and not self.args.filter:
+                jobs += self.fuzz_jobs(program)
+                continue
+            shards = {"qla_test_op": self.args.shards}.get(program.name, 1)
             for shard in range(shards):
                 name = f"{program.name}.{shard}" if shards > 1 else program.name
-                report = self.logs / f"{name}.xml"
-                command = [
-                    str(program),
-                    "--gtest_brief=1",
-                    f"--gtest_output=xml:{report}",
-                    f"--gtest_filter={self.args.filter or ONLY_16_BIT}",
-                ]
                 extra = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)} if shards > 1 else {}
-                jobs.append(Job(name, command, program.name, extra, report=report))
+                jobs.append(self.google_job(program, name, self.args.filter or ONLY_16_BIT, extra))
+        return jobs
+
+    def google_job(self, program: Path, name: str, chosen: str, extra: dict[str, str]) -> Job:
+        report = self.logs / f"{name}.xml"
+        command = [str(program), "--gtest_brief=1", f"--gtest_output=xml:{report}", f"--gtest_filter={chosen}"]
+        return Job(name, command, program.name, extra, report=report)
+
+    def fuzz_jobs(self, program: Path) -> list[Job]:
+        """One test of 150 seeds is most of the fuzzer: its seeds are spread over processes, each counted as one test."""
+        jobs = [self.google_job(program, f"{program.name}.others", "-*Differential*", {})]
+        for first in range(1, FUZZ_SEEDS + 1, FUZZ_SEEDS // FUZZ_PARTS):
+            seeds = {"QLA_FUZZ_SEED": str(first), "QLA_FUZZ_CASES": str(FUZZ_SEEDS // FUZZ_PARTS)}
+            jobs.append(self.google_job(program, f"{program.name}.seed{first}", "*Differential*", seeds))
         return jobs
 
     def device_jobs(self) -> list[Job]:
@@ -104,7 +114,7 @@ class Session:
         report = self.logs / "pytest.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         if shutil.which("pytest") and os.system(f"{sys.executable} -c 'import xdist' 2>/dev/null") == 0:
-            command += ["-n", str(min(8, os.cpu_count() or 1))]
+            command += ["-n", str(min(12, os.cpu_count() or 1))]
         if self.args.quick:
             command += ["-m", "not slow"]
         return [Job("pytest", command, "pytest", report=report)]
