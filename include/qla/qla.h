@@ -104,11 +104,11 @@ enum { /* where a segment's start state comes from */
 typedef struct qla_gdn_forward_args {
   size_t struct_size; /* sizeof(qla_gdn_forward_args) */
   int32_t backend;
-  int32_t device;  /* CUDA ordinal; -1 or the CPU backend: host memory */
-  void* stream;    /* cudaStream_t; NULL is the default stream. The CPU backend ignores it. */
-  void* workspace; /* at least the bytes of qla_gdn_forward_workspace; 256-byte aligned; device memory on CUDA */
-  size_t workspace_bytes;
-  int32_t num_threads; /* CPU: 0 means OMP_NUM_THREADS, else all cores. Results do not depend on it. */
+  int32_t device;         /* CUDA ordinal; -1 or the CPU backend: host memory */
+  void* stream;           /* cudaStream_t; NULL is the default stream. The CPU backend ignores it. */
+  void* workspace;        /* 256-byte aligned; device memory on CUDA */
+  size_t workspace_bytes; /* qla_gdn_forward_workspace's answer, or any value from the query's least on; more is faster */
+  int32_t num_threads;    /* CPU: 0 means OMP_NUM_THREADS, else all cores. Results do not depend on it. */
   uint32_t flags;
   double scale; /* NaN means K^-0.5; 0 means 0 */
 
@@ -188,9 +188,10 @@ typedef struct qla_plan {
   size_t struct_size;
   int64_t num_sequences, total_chunks, segment_chunks, num_segments /* a value head */, num_items, value_splits;
   int64_t workspace_bytes;
-  double predicted_us; /* by the cost model of the device; 0 where there is none */
-  int32_t fused;       /* CUDA: the intra-chunk stage runs as a role inside the forward kernel */
-  int32_t reserved0;
+  double predicted_us;   /* by the cost model of the device; 0 where there is none */
+  int32_t fused;         /* CUDA: the intra-chunk stage runs as a role inside the forward kernel */
+  int32_t ranges;        /* CUDA: chunks are taken in so many ranges, one after the other, to stay under the workspace's limit; */
+                         /* where a sequence goes on from one range to the next the segment starts as QLA_START_INITIAL */
   qla_segment* segments; /* caller's array or NULL; filled up to segments_capacity, num_items says how many there are */
   int64_t segments_capacity;
   char reason[256]; /* why this plan, in words */
@@ -226,7 +227,8 @@ QLA_EXPORT qla_status qla_gdn_forward_check(const qla_gdn_forward_args* args);
 QLA_EXPORT qla_status qla_gdn_backward_check(const qla_gdn_backward_args* args);
 
 /* from shapes and device alone; data pointers are only tested for NULL (absent). workspace and its size are ignored */
-QLA_EXPORT qla_status qla_gdn_forward_workspace(const qla_gdn_forward_args* args, size_t* bytes);
+QLA_EXPORT qla_status qla_gdn_forward_workspace(const qla_gdn_forward_args* args, size_t* bytes); /* best, at most 256 MiB */
+QLA_EXPORT qla_status qla_gdn_forward_workspace_range(const qla_gdn_forward_args* args, size_t* least, size_t* best);
 QLA_EXPORT qla_status qla_gdn_forward_saved(const qla_gdn_forward_args* args, size_t* bytes); /* 0: nothing to save */
 QLA_EXPORT qla_status qla_gdn_backward_workspace(const qla_gdn_backward_args* args, size_t* least, size_t* best);
 

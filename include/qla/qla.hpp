@@ -163,6 +163,11 @@ inline size_t forward_workspace(const qla_gdn_forward_args& args) {
 struct WorkspaceRange {
   size_t least, best;
 };
+inline WorkspaceRange forward_workspace_range(const qla_gdn_forward_args& args) {
+  WorkspaceRange range{};
+  check(qla_gdn_forward_workspace_range(&args, &range.least, &range.best));
+  return range;
+}
 inline WorkspaceRange backward_workspace(const qla_gdn_backward_args& args) {
   WorkspaceRange range{};
   check(qla_gdn_backward_workspace(&args, &range.least, &range.best));

@@ -61,7 +61,7 @@ def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, 
 
 
 MAX_SIGNATURES = 2048  # then the cache starts anew
-DEFAULT_BACKWARD_MIB = 2048
+DEFAULT_FORWARD_MIB, DEFAULT_BACKWARD_MIB = 256, 2048
 
 
 def _word(struct: type[ctypes.Structure], name: str) -> int:
@@ -113,15 +113,25 @@ def clear_cache() -> None:
     _backward_entries.clear()
 
 
+def _mebibytes(variable: str, default: int) -> int:
+    text = os.environ.get(variable)
+    if not text:
+        return default << 20
+    if not text.isdigit():
+        raise ValueError(f"{variable}: expected a whole number of MiB, got {text!r}; unset it for {default}")
+    return int(text) << 20
+
+
+@functools.cache
+def default_forward_bytes() -> int:
+    """Workspace that forward stays under as far as the library can: QLA_FORWARD_MIB, else 256 MiB."""
+    return _mebibytes("QLA_FORWARD_MIB", DEFAULT_FORWARD_MIB)
+
+
 @functools.cache
 def default_backward_bytes() -> int:
-    """Workspace that backward may take: QLA_BACKWARD_MIB, else 2 GiB."""
-    text = os.environ.get("QLA_BACKWARD_MIB")
-    if not text:
-        return DEFAULT_BACKWARD_MIB << 20
-    if not text.isdigit():
-        raise ValueError(f"QLA_BACKWARD_MIB: expected a whole number of MiB, got {text!r}; unset it for {DEFAULT_BACKWARD_MIB}")
-    return int(text) << 20
+    """The same for backward: QLA_BACKWARD_MIB, else 2 GiB."""
+    return _mebibytes("QLA_BACKWARD_MIB", DEFAULT_BACKWARD_MIB)
 
 
 def _copied(inputs: Inputs, copies: tuple[int, ...]) -> Inputs:
@@ -145,9 +155,9 @@ def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, e
     args = forward_args(inputs, options, output_final_state, extras)
     library = _ffi.lib()
     _ffi.check(library.qla_gdn_forward_check(byref(args)))
-    size = c_size_t(0)
-    _ffi.check(library.qla_gdn_forward_workspace(byref(args), byref(size)))
-    entry.bytes = size.value
+    least, best, size = c_size_t(0), c_size_t(0), c_size_t(0)
+    _ffi.check(library.qla_gdn_forward_workspace_range(byref(args), byref(least), byref(best)))
+    entry.bytes = max(least.value, min(best.value, default_forward_bytes()))
     _ffi.check(library.qla_gdn_forward_saved(byref(args), byref(size)))
     entry.saved_bytes = size.value
     if q.is_cuda:

@@ -1,5 +1,6 @@
 // The C ABI: validate, ask the backend, run. Every function is a few lines; the rules are in validate.cpp, the work in the
 // backends.
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <type_traits>
@@ -44,13 +45,17 @@ struct Call {
 using ForwardCall = Call<qla_gdn_forward_args>;
 using BackwardCall = Call<qla_gdn_backward_args>;
 
-size_t workspace_of(const ForwardCall& call) {
-  return call.cuda ? cuda::forward_workspace(call.args, call.problem) : cpu::forward_workspace(call.args, call.problem);
-}
-
 struct Range {
   size_t least = 0, best = 0;
 };
+Range workspace_of(const ForwardCall& call) {
+  Range range;
+  if (call.cuda)
+    cuda::forward_workspace(call.args, call.problem, &range.least, &range.best);
+  else
+    range.least = range.best = cpu::forward_workspace(call.args, call.problem);
+  return range;
+}
 Range workspace_of(const BackwardCall& call) {
   Range range;
   call.cuda ? cuda::backward_workspace(call.args, call.problem, &range.least, &range.best)
@@ -156,7 +161,20 @@ qla_status qla_gdn_backward_check(const qla_gdn_backward_args* args) {
 }
 
 qla_status qla_gdn_forward_workspace(const qla_gdn_forward_args* args, size_t* bytes) {
-  return guarded([&] { required(bytes, "bytes") = workspace_of(ForwardCall(args, Stage::Query)); });
+  return guarded([&] {
+    required(bytes, "bytes");
+    const Range range = workspace_of(ForwardCall(args, Stage::Query));
+    *bytes = std::clamp(qla::forward_workspace_limit(), range.least, range.best);
+  });
+}
+
+qla_status qla_gdn_forward_workspace_range(const qla_gdn_forward_args* args, size_t* least, size_t* best) {
+  return guarded([&] {
+    required(least, "least"), required(best, "best");
+    const Range range = workspace_of(ForwardCall(args, Stage::Query));
+    *least = range.least;
+    *best = range.best;
+  });
 }
 
 qla_status qla_gdn_forward_saved(const qla_gdn_forward_args* args, size_t* bytes) {
@@ -175,7 +193,7 @@ qla_status qla_gdn_backward_workspace(const qla_gdn_backward_args* args, size_t*
 qla_status qla_gdn_forward(const qla_gdn_forward_args* args) {
   return guarded([&] {
     const ForwardCall call(args, Stage::Run);
-    validate_workspace(call.args.workspace, call.args.workspace_bytes, workspace_of(call));
+    validate_workspace(call.args.workspace, call.args.workspace_bytes, workspace_of(call).least);
     log_call(call, "forward");
     call.cuda ? qla::cuda::forward(call.args, call.problem) : qla::cpu::forward(call.args, call.problem);
   });

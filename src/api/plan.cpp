@@ -11,10 +11,12 @@
 #include "api/structs.hpp"
 #include "api/validate.hpp"
 #include "core/backend.hpp"
+#include "core/env.hpp"
 #include "core/tensor_view.hpp"
-#include "cuda/capabilities.hpp"
+#include "cuda/forward_plan.hpp"
 #include "plan/choose.hpp"
 #include "plan/choose_cpu.hpp"
+#include "plan/ranges.hpp"
 
 namespace qla::api {
 namespace {
@@ -23,9 +25,13 @@ using plan::Choice;
 using plan::DeviceCosts;
 using plan::Segment;
 
+// As qla_gdn_forward_workspace answers.
 size_t workspace_or_zero(const qla_gdn_forward_args& args, const Problem& problem, bool cuda) {
   try {
-    return cuda ? cuda::forward_workspace(args, problem) : cpu::forward_workspace(args, problem);
+    if (!cuda) return cpu::forward_workspace(args, problem);
+    size_t least = 0, best = 0;
+    cuda::forward_workspace(args, problem, &least, &best);
+    return std::clamp(forward_workspace_limit(), least, best);
   } catch (const Error&) {
     return 0;  // not served here: the plan can be looked at all the same
   }
@@ -119,23 +125,29 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   int64_t total_chunks = 0, written = 0, most_of_a_head = 0, items = 0;
   std::vector<int64_t> of_head(static_cast<size_t>(problem.num_v_heads), 0);
   const bool predicting = cuda;
-  int64_t base = 0;  // chunks of all earlier sequences
-  for (int64_t n = 0; n < problem.num_seqs; ++n) {
-    const plan::Cut cut = plan::make_cut(plan::chunks_of(lengths[static_cast<size_t>(n)]), choice.rule);
-    for (int64_t head = 0; head < problem.num_v_heads; ++head) {
-      const auto decay = [&](int64_t c) {
-        return chunk_log_decay ? chunk_log_decay[(base + c) * problem.num_v_heads + head] : assumed;
-      };
-      plan::for_each_segment(cut, choice.rule, present(args.initial_state), false, decay, [&](const Segment& s) {
-        if (written < result.segments_capacity)
-          result.segments[written++] = {n, head, s.first_chunk, s.num_chunks, s.warmup_chunks, s.start, 0};
-        ++items, ++of_head[static_cast<size_t>(head)];
-        if (predicting) all.push_back(s);
-      });
+  for (int64_t range = 0; range < planned.ranges; ++range) {
+    int64_t base = 0, token = 0;  // chunks and tokens of all earlier sequences
+    for (int64_t n = 0; n < problem.num_seqs; ++n) {
+      const int64_t chunks = plan::chunks_of(lengths[static_cast<size_t>(n)]);
+      const plan::Run run =
+          plan::run_in_range(token / kChunk + n, static_cast<int32_t>(chunks), range * planned.range_slots, planned.range_slots);
+      const plan::Cut cut = plan::make_cut(run.chunks, choice.rule);
+      const bool given = present(args.initial_state) || run.continued();
+      for (int64_t head = 0; head < problem.num_v_heads && run.present; ++head) {
+        const auto decay = [&](int64_t c) {
+          return chunk_log_decay ? chunk_log_decay[(base + run.first + c) * problem.num_v_heads + head] : assumed;
+        };
+        plan::for_each_segment(cut, choice.rule, given, false, decay, [&](const Segment& s) {
+          if (written < result.segments_capacity)
+            result.segments[written++] = {n, head, run.first + s.first_chunk, s.num_chunks, s.warmup_chunks, s.start, 0};
+          ++items, ++of_head[static_cast<size_t>(head)];
+          if (predicting) all.push_back(s);
+        });
+      }
+      base += chunks, token += lengths[static_cast<size_t>(n)];
     }
-    base += cut.chunks;
+    total_chunks = base;
   }
-  total_chunks = base;
   for (const int64_t count : of_head) most_of_a_head = std::max(most_of_a_head, count);
 
   result.num_sequences = problem.num_seqs;
@@ -148,8 +160,8 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.predicted_us =
       predicting ? static_cast<double>(predict(planned, plan::shape_of(args, problem), all, total_chunks)) : 0.0;
   result.fused = choice.fused;
-  result.reserved0 = 0;
-  const bool cut = items > problem.num_seqs * problem.num_v_heads;
+  result.ranges = static_cast<int32_t>(planned.ranges);
+  const bool cut = choice.rule.segment_chunks > 0 && items > problem.num_seqs * problem.num_v_heads;
   const bool too_short = !cut && policy.mode == QLA_CP_AUTO && choice.rule.segment_chunks > 0;
   const char* const why = too_short ? "no sequence is longer than a segment: not cut" : planned.why;
   const std::string reason = concat(why, cuda && !planned.device_here ? " (no such device here: planned for an H200)" : "",
@@ -166,7 +178,8 @@ std::string plan_text(const qla_plan& p) {
              p.segment_chunks ? concat("segments of at most ", p.segment_chunks, " chunks") : std::string("not cut"), ", ",
              p.num_segments, " segments a value head, ", p.num_items, " in all");
   text += concat("\n  V in ", p.value_splits, p.value_splits == 1 ? " part" : " parts",
-                 p.fused ? ", intra-chunk stage fused" : "", ", workspace ", p.workspace_bytes, " bytes");
+                 p.fused ? ", intra-chunk stage fused" : "", ", workspace ", p.workspace_bytes, " bytes",
+                 p.ranges > 1 ? concat(", in ", p.ranges, " ranges of chunks one after the other") : std::string());
   if (p.predicted_us > 0) text += concat(", predicted ", static_cast<int64_t>(p.predicted_us + 0.5), " us");
   text += "\n";
   const int64_t known = std::min(p.num_items, p.segments ? p.segments_capacity : 0);
@@ -189,6 +202,7 @@ PlannedCall planned_call(const qla_gdn_forward_args& args, const Problem& proble
     planned.choice.rule = plan::choose_cpu(policy, problem);
     if (!plan::shape_of(args, problem).may_cut) planned.choice.rule.segment_chunks = 0;
     planned.why = plan::cpu_reason_text(policy, planned.choice.rule);
+    planned.range_slots = problem.chunk_slots();
     return planned;
   }
   qla_device_info_t info{};
@@ -199,7 +213,11 @@ PlannedCall planned_call(const qla_gdn_forward_args& args, const Problem& proble
   } catch (const Error&) {
     planned.device_here = false;  // plans can be looked at anywhere: an H200's row stands in
   }
-  planned.choice = plan::choose(planned.costs, plan::shape_of(args, problem), policy, cuda::forward_capabilities(args));
+  const cuda::PlanInput input = cuda::plan_input(args, problem, planned.costs);
+  const cuda::ForwardPlan plan = cuda::fitting_plan(input, cuda::whole_plan(input), forward_workspace_limit());
+  planned.choice = plan.choice;
+  planned.range_slots = plan.counts.range_slots;
+  planned.ranges = plan.counts.ranges;
   planned.why = plan::reason_text(planned.choice.reason);
   return planned;
 }

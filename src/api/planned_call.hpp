@@ -13,6 +13,7 @@ struct PlannedCall {
   plan::DeviceCosts costs = plan::kH200;
   bool device_here = true;  // false: no such device, an H200 assumed
   const char* why = "";
+  int64_t range_slots = 0, ranges = 1;  // chunk slots taken at a time (plan/ranges.hpp); one range: all of them
 };
 
 PlannedCall planned_call(const qla_gdn_forward_args& args, const Problem& problem, bool cuda);

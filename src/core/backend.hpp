@@ -23,7 +23,7 @@ void device_info(int device, qla_device_info_t* info);
 void prepare(int device);
 void forward_check(const qla_gdn_forward_args& args, const Problem& problem);
 void backward_check(const qla_gdn_backward_args& args, const Problem& problem);
-size_t forward_workspace(const qla_gdn_forward_args& args, const Problem& problem);
+void forward_workspace(const qla_gdn_forward_args& args, const Problem& problem, size_t* least, size_t* best);
 size_t forward_saved(const Problem& problem);  // of what forward keeps for backward
 void backward_workspace(const qla_gdn_backward_args& args, const Problem& problem, size_t* least, size_t* best);
 void forward(const qla_gdn_forward_args& args, const Problem& problem);

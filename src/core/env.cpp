@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "core/status.hpp"
+
 namespace qla {
 namespace {
 
@@ -27,12 +29,21 @@ Environment parse_environment(const char* (*get)(const char*)) {
   const std::string validate = text_of(get("QLA_VALIDATE"));
   env.validate = !validate.empty() && validate != "0";
   env.force_backend = text_of(get("QLA_FORCE_BACKEND"));
+  env.forward_mib = text_of(get("QLA_FORWARD_MIB"));
   return env;
 }
 
 const Environment& environment() {
   static const Environment env = parse_environment([](const char* name) -> const char* { return std::getenv(name); });
   return env;
+}
+
+size_t forward_workspace_limit() {
+  const std::string& text = environment().forward_mib;
+  if (text.empty()) return size_t{256} << 20;
+  QLA_CHECK(text.size() <= 9 && text.find_first_not_of("0123456789") == std::string::npos,
+            "QLA_FORWARD_MIB: expected a whole number of MiB, got '", text, "'; unset it for 256");
+  return static_cast<size_t>(std::stoull(text)) << 20;
 }
 
 bool log_enabled(const char* topic) { return !environment().log.empty() && has_topic(environment().log, topic); }

@@ -3,8 +3,10 @@
 //   QLA_VALIDATE=1     as QLA_FLAG_VALIDATE in every call
 //   QLA_FORCE_BACKEND  cpu or cuda: calls that choose the backend themselves (QLA_BACKEND_AUTO) are refused if they would take
 //   another. cpu-scalar, cpu-v2, cpu-v3, cpu-v4: also the CPU's instruction level
+//   QLA_FORWARD_MIB    what qla_gdn_forward_workspace stays under as far as it can, in MiB. Unset: 256
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -14,7 +16,11 @@ struct Environment {
   std::string log;
   bool validate = false;
   std::string force_backend;  // "", "cpu", "cuda", or what was there: the first call refuses it
+  std::string forward_mib;    // digits, or what was there: forward_workspace_limit() refuses it
 };
+
+// QLA_FORWARD_MIB in bytes, or 256 MiB. Throws qla::Error.
+size_t forward_workspace_limit();
 
 Environment parse_environment(const char* (*get)(const char*));
 const Environment& environment();

@@ -136,7 +136,7 @@ segments::Args plan_args(const qla_gdn_backward_args& args, const Problem& p, co
 }
 
 intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, const BackwardBuffers& b, const Device& device) {
-  intra::Args a = cuda::intra_args(args, p, device);
+  intra::Args a = cuda::intra_args(args, p, p.chunk_slots(), device);
   a.chunk_table = b.chunk_table;
   a.abar = b.saved.abar;
   a.pg = b.pg;

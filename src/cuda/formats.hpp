@@ -5,7 +5,8 @@
 // alone size every buffer. The first slot after a sequence's last chunk and before the next one's first may be unused: its record
 // has rows = 0.
 //
-// All [slot][value head] arrays: index = slot * num_v_heads + v_head.
+// All [slot][value head] arrays: index = slot * num_v_heads + v_head. A forward whose workspace does not hold every slot takes
+// them in ranges (plan/ranges.hpp): tables, items and workspace then count slots from the range's first one.
 #pragma once
 
 #include <cstdint>
@@ -51,9 +52,9 @@ struct WorkItem {
   int32_t sequence;
   int32_t v_head;
   int32_t v_part;           // 0 or 1: which 64 value columns with V-split; 0 otherwise
-  int32_t start;            // QLA_START_*
+  int32_t start;            // QLA_START_*, kStartIdentity, kStartCarried
   int32_t start_index;      // QLA_START_MERGED: index into the merged start states (fp32 [V][K] of a head, written by cp_merge)
-  int32_t is_last;          // 1: the sequence's last segment: writes the final state
+  int32_t is_last;          // kFinalState, kCarry or 0: where the end state goes
   int32_t segment;          // index of the segment in its sequence
   int32_t first_chunk;      // index in its sequence of the first chunk walked
   int32_t chunk_base;       // chunks of all earlier sequences: row of the h snapshots is chunk_base + chunk
@@ -64,6 +65,11 @@ static_assert(sizeof(WorkItem) == 64);
 // Beside QLA_START_*: S = I and V = 0, the item that computes a segment's transition (C2). Items of the pre-pass (no output) use
 // start_index as the index of the fp32 [V][K] buffer their end state goes to.
 inline constexpr int32_t kStartIdentity = 4;
+// .. and a sequence that goes on from the range of chunks before: its state, fp32 [HV][V][K]; only one sequence crosses a border.
+inline constexpr int32_t kStartCarried = 5;
+// WorkItem::is_last
+inline constexpr int32_t kFinalState = 1;  // the sequence's last segment
+inline constexpr int32_t kCarry = 2;       // the last one of this range, the sequence goes on: [HV][V][K] for the next
 
 // Backward. Snapshots, 16 bit, a range of chunk slots: index = (slot - first slot of the range) * num_v_heads + v_head.
 //   S before a chunk and dS+ after it: 32 KiB = two halves of V; each half is [64 v][128 features] in two 64-feature panels of 8

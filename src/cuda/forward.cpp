@@ -1,15 +1,18 @@
-// The CUDA forward: plan -> intra-chunk stage -> recurrence, three launches chained by programmatic dependent launch. Nothing
-// here allocates, synchronises or asks the device anything; the first call on a device loads the kernels (qla_prepare does it
-// ahead).
+// The CUDA forward: plan -> intra-chunk stage -> recurrence, three launches chained by programmatic dependent launch, for all
+// chunks or, where the workspace does not hold them, for one range of chunks after the other with the states carried in fp32.
+// Nothing here allocates, synchronises or asks the device anything; the first call on a device loads the kernels (qla_prepare
+// does it ahead).
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <vector>
 
 #include "core/backend.hpp"
 #include "core/status.hpp"
 #include "core/tensor_view.hpp"
 #include "core/values.hpp"
-#include "cuda/capabilities.hpp"
 #include "cuda/device.hpp"
+#include "cuda/forward_plan.hpp"
 #include "cuda/kernels/chunk_export/launch.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
 #include "cuda/kernels/cp_merge/launch.hpp"
@@ -19,32 +22,71 @@
 #include "cuda/tensor_map.hpp"
 #include "cuda/views.hpp"
 #include "cuda/workspace.hpp"
-#include "plan/choose.hpp"
 
 namespace qla::cuda {
 namespace {
 
 constexpr int64_t kMostSlots = int64_t(1) << 31;
 
-struct Plan {
-  plan::Shape shape;
-  plan::Choice choice;
-  ForwardCounts counts;
+// The plans that this thread's calls ran by last: a model repeats its shapes, and a search takes longer than all the rest here.
+struct PlanMemo {
+  static constexpr size_t kKey = 11;
+  using Key = std::array<int64_t, kKey>;
+  struct Entry {
+    Key key{};
+    bool used = false;
+    PlanInput input;
+    ForwardPlan whole, fitting;
+    size_t least = 0, fits = 0;  // fitting: found for so many bytes; 0: not asked yet
+  };
+  std::array<Entry, 16> entries;
+  size_t oldest = 0, latest = 0;
 };
-Plan make_plan(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
-  Plan plan;
-  plan.shape = plan::shape_of(args, p);
-  plan.choice = plan::choose(plan::costs_for(device.multiprocessors, device.major), plan.shape, plan::make_policy(args, p.dtype),
-                             forward_capabilities(args));
-  plan.counts.fused = plan.choice.fused;
-  plan.counts.items = plan::most_items(plan.shape, plan.choice);
-  plan.counts.v_parts = plan.choice.value_splits;
-  // Few heads need the pre-pass where warm-up serves the others: then it is short of CTAs, and halves of V finish sooner.
-  plan.counts.pre_v_parts = plan.choice.rule.exact ? plan.choice.value_splits : 2;
-  plan.counts.cut = plan.choice.rule.segment_chunks > 0;
-  plan.counts.units = plan.counts.items / plan.choice.value_splits;
-  plan.counts.end_states = plan::most_end_states(plan.shape, plan.choice);
-  return plan;
+PlanMemo::Key plan_key(const qla_gdn_forward_args& args, const Problem& p) {
+  const plan::Capabilities can = forward_capabilities(args);
+  int64_t threshold = 0;
+  static_assert(sizeof threshold == sizeof args.cp_warmup_threshold);
+  std::memcpy(&threshold, &args.cp_warmup_threshold, sizeof threshold);
+  const int64_t bits = p.varlen | present(args.saved) << 1 | can.fused << 2 | present(args.state_indices) << 3 |
+                       int64_t(p.dtype) << 8 | int64_t(args.cp_mode) << 16;
+  return {args.device,
+          p.batch,
+          p.tokens,
+          p.num_seqs,
+          p.num_k_heads,
+          p.num_v_heads,
+          bits,
+          int64_t(args.flags & QLA_FLAG_BATCH_INVARIANT),
+          args.cp_segment_chunks,
+          threshold,
+          0};
+}
+PlanMemo::Entry& planned(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
+  static thread_local PlanMemo memo;
+  const PlanMemo::Key key = plan_key(args, p);
+  if (memo.entries[memo.latest].used && memo.entries[memo.latest].key == key) return memo.entries[memo.latest];
+  for (memo.latest = 0; memo.latest < memo.entries.size(); memo.latest++)
+    if (memo.entries[memo.latest].used && memo.entries[memo.latest].key == key) return memo.entries[memo.latest];
+  memo.latest = memo.oldest;
+  memo.oldest = (memo.oldest + 1) % memo.entries.size();
+  PlanMemo::Entry& e = memo.entries[memo.latest];
+  e.used = false;  // planning may throw
+  e.input = plan_input(args, p, plan::costs_for(device.multiprocessors, device.major));
+  e.whole = whole_plan(e.input);
+  e.least = least_plan(e.input, e.whole).bytes;
+  e.fits = 0;
+  e.key = key;
+  e.used = true;
+  return e;
+}
+const ForwardPlan& plan_for(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
+  PlanMemo::Entry& e = planned(args, p, device);
+  if (e.whole.bytes <= args.workspace_bytes) return e.whole;
+  if (e.fits != args.workspace_bytes) {
+    e.fitting = fitting_plan(e.input, e.whole, args.workspace_bytes);
+    e.fits = args.workspace_bytes;
+  }
+  return e.fitting;
 }
 
 void check_map(const qla_tensor& t, const char* name) {
@@ -79,28 +121,44 @@ void validate_values(const qla_gdn_forward_args& args, const Problem& p, cudaStr
   }
 }
 
-segments::Args plan_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan) {
-  segments::Args a = cuda::plan_args(args, p, plan.choice.value_splits);
-  a.checkpoint_every_chunks = int32_t(args.checkpoint_every_n_tokens / kChunk);
-  a.header = b.header;
-  a.items = b.items;
-  a.chunk_table = b.chunk_table;
+// What the launches of one range of chunks share.
+struct Run {
+  const qla_gdn_forward_args& args;
+  const Problem& p;
+  const Device& device;
+  const ForwardPlan& plan;
+  ForwardBuffers b;
+  cudaStream_t stream;
+  int64_t first_slot = 0, slots = 0;
+  int parity = 0;  // of the carried states
+};
+
+segments::Args plan_args(const Run& r) {
+  segments::Args a = cuda::plan_args(r.args, r.p, r.plan.choice.value_splits);
+  a.slots = int32_t(r.slots);
+  a.first_slot = int32_t(r.first_slot);
+  a.checkpoint_every_chunks = int32_t(r.args.checkpoint_every_n_tokens / kChunk);
+  a.header = r.b.header;
+  a.items = r.b.items;
+  a.chunk_table = r.b.chunk_table;
   return a;
 }
 
-segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan,
-                           const Device& device) {
+segments::CutArgs cut_args(const Run& r) {
+  const ForwardBuffers& b = r.b;
+  const ForwardCounts& counts = r.plan.counts;
+  const int multiprocessors = r.device.multiprocessors;
   segments::CutArgs a{};
-  a.plan = plan_args(args, p, b, plan);
-  a.rule = plan.choice.rule;
+  a.plan = plan_args(r);
+  a.rule = r.plan.choice.rule;
   a.decay = b.decay;
-  const int64_t intra_ctas = p.chunk_slots() * p.num_k_heads * intra_parts(p, device);
-  a.rehearse = intra_ctas <= 2 * device.multiprocessors || intra_ctas > int64_t(intra::kCtasPerSm) * device.multiprocessors;
-  a.need_bases = present(args.h) || present(args.state_checkpoints);
-  a.most_states = int32_t(plan.counts.end_states);
-  a.most_units = int32_t(plan.counts.units);
+  const int64_t intra_ctas = r.slots * r.p.num_k_heads * intra_parts(r.p, r.slots, r.device);
+  a.rehearse = intra_ctas <= 2 * multiprocessors || intra_ctas > int64_t(intra::kCtasPerSm) * multiprocessors;
+  a.need_bases = present(r.args.h) || present(r.args.state_checkpoints);
+  a.most_states = int32_t(counts.end_states);
+  a.most_units = int32_t(counts.units);
   a.units = b.units;
-  a.pre_v_parts = int32_t(plan.counts.pre_v_parts);
+  a.pre_v_parts = int32_t(counts.pre_v_parts);
   a.pre_header = b.pre_header;
   a.pre_items = b.pre_items;
   a.chains = b.chains;
@@ -108,18 +166,22 @@ segments::CutArgs cut_args(const qla_gdn_forward_args& args, const Problem& p, c
   return a;
 }
 
-intra::Args intra_args(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Device& device) {
-  intra::Args a = cuda::intra_args(args, p, device);
-  a.chunk_table = b.chunk_table;
-  a.abar = b.saved.abar;
-  a.pg = b.pg;
-  a.vec = b.saved.vec;
-  a.decay = b.decay;
+intra::Args intra_args(const Run& r) {
+  const qla_gdn_forward_args& args = r.args;
+  intra::Args a = cuda::intra_args(args, r.p, r.slots, r.device);
+  a.chunk_table = r.b.chunk_table;
+  a.abar = r.b.saved.abar;
+  a.pg = r.b.pg;
+  a.vec = r.b.saved.vec;
+  a.decay = r.b.decay;
   a.vec_backward = present(args.saved) || present(args.g_cumsum) || present(args.q_rnorm) || present(args.k_rnorm);
   return a;
 }
 
-ForwardParams forward_params(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Plan& plan) {
+ForwardParams forward_params(const Run& r) {
+  const qla_gdn_forward_args& args = r.args;
+  const Problem& p = r.p;
+  const ForwardBuffers& b = r.b;
   ForwardParams f;
   f.dtype = p.dtype;
   f.batch = p.batch;
@@ -132,8 +194,8 @@ ForwardParams forward_params(const qla_gdn_forward_args& args, const Problem& p,
   f.o = token_view(args.o);
   f.plan = b.header;
   f.items = b.items;
-  f.max_items = int32_t(plan.counts.items);
-  f.v_parts = plan.choice.value_splits;
+  f.max_items = int32_t(r.plan.counts.items);
+  f.v_parts = r.plan.choice.value_splits;
   f.abar = b.saved.abar;
   f.pg = b.pg;
   f.vec = b.saved.vec;
@@ -146,7 +208,9 @@ ForwardParams forward_params(const qla_gdn_forward_args& args, const Problem& p,
   f.has_initial_state = static_cast<const uint8_t*>(args.has_initial_state.data);
   f.checkpoint_every_chunks = int32_t(args.checkpoint_every_n_tokens / kChunk);
   f.merged = b.states;
-  f.fused = plan.choice.fused;
+  f.carry_in = b.carry[r.parity];
+  f.carry_out = b.carry[1 - r.parity];
+  f.fused = r.plan.choice.fused;
   if (f.fused) {
     if (present(args.g)) f.g = gate_view(args.g);
     f.beta = gate_view(args.beta);
@@ -159,16 +223,17 @@ ForwardParams forward_params(const qla_gdn_forward_args& args, const Problem& p,
   return f;
 }
 // S_ext and M of the segments whose successor is merged
-ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b, const Plan& plan) {
+ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b, const ForwardCounts& counts) {
   ForwardParams f = main;
   f.output = false;
   f.plan = b.pre_header;
   f.items = b.pre_items;
-  f.max_items = int32_t(2 * plan.counts.end_states * plan.counts.pre_v_parts);
-  f.v_parts = int32_t(plan.counts.pre_v_parts);
+  f.max_items = int32_t(2 * counts.end_states * counts.pre_v_parts);
+  f.v_parts = int32_t(counts.pre_v_parts);
   f.pg = nullptr;
   f.final_state = f.checkpoints = f.h = {};
   f.merged = nullptr;
+  f.carry_out = nullptr;
   f.end_states = b.states;
   return f;
 }
@@ -177,34 +242,63 @@ ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b
 bool wants_export(const qla_gdn_forward_args& args) {
   return present(args.a_gated) || present(args.g_cumsum) || present(args.q_rnorm) || present(args.k_rnorm);
 }
-void export_outputs(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const Device& device,
-                    cudaStream_t stream) {
+void export_outputs(const Run& r) {
+  const qla_gdn_forward_args& args = r.args;
+  const Problem& p = r.p;
   chunk_export::Args e{};
-  e.header = b.header;
-  e.chunk_table = b.chunk_table;
+  e.header = r.b.header;
+  e.chunk_table = r.b.chunk_table;
   e.tokens = p.tokens;
   e.total_tokens = p.total_tokens();
-  e.slots = int32_t(p.chunk_slots());
+  e.slots = int32_t(r.slots);
   e.varlen = p.varlen;
   e.num_k_heads = int32_t(p.num_k_heads);
   e.num_v_heads = int32_t(p.num_v_heads);
-  e.abar = b.saved.abar;
-  e.vec = b.saved.vec;
+  e.abar = r.b.saved.abar;
+  e.vec = r.b.saved.vec;
   e.a_gated = output_view(args.a_gated);
   e.g_cumsum = output_view(args.g_cumsum);
   e.q_rnorm = output_view(args.q_rnorm);
   e.k_rnorm = output_view(args.k_rnorm);
-  check_cuda(chunk_export::launch(e, device.multiprocessors, true, stream), "chunk_export");
+  check_cuda(chunk_export::launch(e, r.device.multiprocessors, true, r.stream), "chunk_export");
 }
-void export_ungated(const qla_gdn_forward_args& args, const Problem& p, const ForwardBuffers& b, const CUtensorMap& map_k,
-                    const Device& device, cudaStream_t stream) {
-  intra::Args a = intra_args(args, p, b, device);
-  a.a_inv = args.a_inv.data;
-  for (int i = 0; i < 4; i++) a.a_inv_stride[i] = args.a_inv.stride[i];
-  check_cuda(intra::launch_ungated(p.dtype, map_k, a, device.multiprocessors, true, stream), "chunk_intra");
-  check_cuda(
-      chunk_export::launch_zero_padding(b.header, output_view(args.a_inv), p.total_tokens(), int32_t(p.num_v_heads), stream),
-      "zero_padding");
+void export_ungated(const Run& r, const CUtensorMap& map_k) {
+  intra::Args a = intra_args(r);
+  a.a_inv = r.args.a_inv.data;
+  for (int i = 0; i < 4; i++) a.a_inv_stride[i] = r.args.a_inv.stride[i];
+  check_cuda(intra::launch_ungated(r.p.dtype, map_k, a, r.device.multiprocessors, true, r.stream), "chunk_intra");
+  check_cuda(chunk_export::launch_zero_padding(r.b.header, output_view(r.args.a_inv), r.p.total_tokens(),
+                                               int32_t(r.p.num_v_heads), r.stream),
+             "zero_padding");
+}
+
+// plan -> intra-chunk stage -> (cuts, pre-pass, merges) -> recurrence over one range of chunks
+void run_range(const Run& r) {
+  const ForwardCounts& counts = r.plan.counts;
+  const int multiprocessors = r.device.multiprocessors;
+  // Items of an uncut run; where something is cut they are written anew behind the intra-chunk stage, which has the gates.
+  check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream), "plan_segments");
+  if (r.p.total_tokens() > 0 && !r.plan.choice.fused) {
+    const bool bf16 = r.p.dtype == QLA_BFLOAT16;
+    const CUtensorMap map_k = make_token_map(map_shape(r.args.k), bf16, "k"),
+                      map_q = make_token_map(map_shape(r.args.q), bf16, "q");
+    check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra_args(r), multiprocessors, true, r.stream), "chunk_intra");
+    if (wants_export(r.args)) export_outputs(r);
+    if (present(r.args.a_inv)) export_ungated(r, map_k);
+  }
+  const ForwardParams params = forward_params(r);
+  if (counts.cut) {
+    segments::CutArgs cut = cut_args(r);
+    check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
+    if (counts.end_states > 0) {
+      launch_forward(pre_pass_params(params, r.b, counts), multiprocessors, r.stream);
+      const cp_merge::Args merge{r.b.pre_header, r.b.chains, r.b.transitions, r.b.states,
+                                 r.b.states + counts.end_states * kStateFloats};
+      check_cuda(cp_merge::launch(merge, std::min(counts.end_states, r.p.num_seqs * r.p.num_v_heads), multiprocessors, r.stream),
+                 "cp_merge");
+    }
+  }
+  launch_forward(params, multiprocessors, r.stream);
 }
 
 }  // namespace
@@ -227,9 +321,10 @@ void forward_check(const qla_gdn_forward_args& args, const Problem& p) {
                 p.num_seqs * p.num_v_heads, "; split the call");
 }
 
-size_t forward_workspace(const qla_gdn_forward_args& args, const Problem& p) {
-  const Device& device = device_of(args.device);
-  return lay_out_forward(nullptr, p, make_plan(args, p, device).counts, args.saved.data).bytes;
+void forward_workspace(const qla_gdn_forward_args& args, const Problem& p, size_t* least, size_t* best) {
+  const PlanMemo::Entry& e = planned(args, p, device_of(args.device));
+  *least = e.least;
+  *best = e.whole.bytes;
 }
 
 size_t forward_saved(const Problem& p) { return lay_out_saved(nullptr, p).bytes; }
@@ -242,33 +337,19 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
   const auto stream = static_cast<cudaStream_t>(args.stream);
   if (p.validate_values) validate_values(args, p, stream);
   if (p.num_v_heads == 0) return;
-  const Plan plan = make_plan(args, p, device);
-  const ForwardBuffers b = lay_out_forward(args.workspace, p, plan.counts, args.saved.data);
-
-  // Items of an uncut run; where something is cut they are written anew behind the intra-chunk stage, which has the gates.
-  check_cuda(segments::launch(plan_args(args, p, b, plan), device.multiprocessors, stream), "plan_segments");
-  if (p.total_tokens() > 0 && !plan.choice.fused) {
-    const bool bf16 = p.dtype == QLA_BFLOAT16;
-    const CUtensorMap map_k = make_token_map(map_shape(args.k), bf16, "k"), map_q = make_token_map(map_shape(args.q), bf16, "q");
-    check_cuda(intra::launch(p.dtype, map_k, map_q, intra_args(args, p, b, device), device.multiprocessors, true, stream),
-               "chunk_intra");
-    if (wants_export(args)) export_outputs(args, p, b, device, stream);
-    if (present(args.a_inv)) export_ungated(args, p, b, map_k, device, stream);
-  }
-  const ForwardParams params = forward_params(args, p, b, plan);
-  if (plan.counts.cut) {
-    segments::CutArgs cut = cut_args(args, p, b, plan, device);
-    check_cuda(segments::launch_cut(cut, stream), "cut_items");
-    if (plan.counts.end_states > 0) {
-      launch_forward(pre_pass_params(params, b, plan), device.multiprocessors, stream);
-      const cp_merge::Args merge{b.pre_header, b.chains, b.transitions, b.states,
-                                 b.states + plan.counts.end_states * kStateFloats};
-      check_cuda(
-          cp_merge::launch(merge, std::min(plan.counts.end_states, p.num_seqs * p.num_v_heads), device.multiprocessors, stream),
-          "cp_merge");
+  const ForwardPlan plan = plan_for(args, p, device);
+  const bool saves = present(args.saved);
+  Run r{args, p, device, plan, lay_out_forward(args.workspace, p, plan.counts, saves), stream};
+  const Saved saved = lay_out_saved(args.saved.data, p);
+  for (int64_t range = 0; range < plan.counts.ranges; range++, r.parity ^= 1) {
+    r.first_slot = range * plan.counts.range_slots;
+    r.slots = std::min(plan.counts.range_slots, p.chunk_slots() - r.first_slot);
+    if (saves) {
+      r.b.saved.abar = saved.abar + r.first_slot * p.num_v_heads * kTileBytes;
+      r.b.saved.vec = saved.vec + r.first_slot * p.num_v_heads * kVecFloats;
     }
+    run_range(r);
   }
-  launch_forward(params, device.multiprocessors, stream);
 }
 
 }  // namespace qla::cuda

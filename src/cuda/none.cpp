@@ -16,7 +16,7 @@ void device_info(int, qla_device_info_t*) { refuse(); }
 void prepare(int) { refuse(); }
 void forward_check(const qla_gdn_forward_args&, const Problem&) { refuse(); }
 void backward_check(const qla_gdn_backward_args&, const Problem&) { refuse(); }
-size_t forward_workspace(const qla_gdn_forward_args&, const Problem&) { refuse(); }
+void forward_workspace(const qla_gdn_forward_args&, const Problem&, size_t*, size_t*) { refuse(); }
 size_t forward_saved(const Problem&) { refuse(); }
 void backward_workspace(const qla_gdn_backward_args&, const Problem&, size_t*, size_t*) { refuse(); }
 void forward(const qla_gdn_forward_args&, const Problem&) { refuse(); }

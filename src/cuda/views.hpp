@@ -75,14 +75,14 @@ segments::Args plan_args(const Args& args, const Problem& p, int32_t v_parts) {
 
 // Items a q/k head. Fewer value heads an item repeat K [K;Q]^T but fill the card sooner: rounds of CTAs times microseconds of an
 // item.
-inline int32_t intra_parts(const Problem& p, const Device& device) {
+inline int32_t intra_parts(const Problem& p, int64_t slots, const Device& device) {
   const int64_t ctas = int64_t(device.multiprocessors) * intra::kCtasPerSm, group = p.group();
   int64_t best = 0;
   double best_us = 0;
   for (int64_t parts = plan::ceil_div(group, intra::kHeads); parts <= group; parts++) {
     const int64_t per = plan::ceil_div(group, parts);
     if ((parts - 1) * per >= group) continue;  // the last one would be empty
-    const double us = double(plan::ceil_div(p.chunk_slots() * p.num_k_heads * parts, ctas)) * (3.0 + 1.45 * double(per));
+    const double us = double(plan::ceil_div(slots * p.num_k_heads * parts, ctas)) * (3.0 + 1.45 * double(per));
     if (best != 0 && us >= best_us) continue;
     best = parts;
     best_us = us;
@@ -90,17 +90,17 @@ inline int32_t intra_parts(const Problem& p, const Device& device) {
   return int32_t(best);
 }
 
-// What goes in. The chunk table and what comes out (abar, pg, vec, decay) are the caller's to fill in.
+// What goes in, of so many chunk slots. The chunk table and what comes out (abar, pg, vec, decay) are the caller's to fill in.
 template <class Args>
-intra::Args intra_args(const Args& args, const Problem& p, const Device& device) {
+intra::Args intra_args(const Args& args, const Problem& p, int64_t slots, const Device& device) {
   intra::Args a{};
   a.tokens = p.tokens;
-  a.slots = int32_t(p.chunk_slots());
+  a.slots = int32_t(slots);
   a.varlen = p.varlen;
   a.num_k_heads = int32_t(p.num_k_heads);
   a.num_v_heads = int32_t(p.num_v_heads);
   a.group = int32_t(p.group());
-  a.parts = intra_parts(p, device);
+  a.parts = intra_parts(p, slots, device);
   a.per = (a.group + a.parts - 1) / a.parts;
   a.flags = args.flags;
   a.scale = float(p.scale);

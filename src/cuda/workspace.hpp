@@ -16,14 +16,15 @@ struct Saved {
   float* vec;
   size_t bytes;
 };
-inline Saved lay_out_saved(void* base, const Problem& p) {
+inline Saved lay_out_saved(void* base, int64_t slots, int64_t v_heads) {
   plan::Layout layout(base);
   Saved s;
-  s.abar = layout.take<uint8_t>(p.chunk_slots() * p.num_v_heads * kTileBytes);
-  s.vec = layout.take<float>(p.chunk_slots() * p.num_v_heads * kVecFloats);
+  s.abar = layout.take<uint8_t>(slots * v_heads * kTileBytes);
+  s.vec = layout.take<float>(slots * v_heads * kVecFloats);
   s.bytes = layout.bytes();
   return s;
 }
+inline Saved lay_out_saved(void* base, const Problem& p) { return lay_out_saved(base, p.chunk_slots(), p.num_v_heads); }
 
 struct ForwardBuffers {
   PlanHeader* header;
@@ -37,30 +38,32 @@ struct ForwardBuffers {
   MergeChain* chains;
   uint8_t* transitions;
   void* units;
-  float* states;  // S_ext and start states, then M
-  Saved saved;    // in the workspace where the caller keeps nothing
+  float* states;    // S_ext and start states, then M
+  float* carry[2];  // [HV][V][K], from one range to the next
+  Saved saved;      // for one range; absent where the caller has memory for it
   size_t bytes;
 };
 struct ForwardCounts {
-  int64_t items = 0;  // bound on the work items of the main pass
+  int64_t range_slots = 0, ranges = 1;  // chunk slots at a time; all of them in one range
+  int64_t items = 0;                    // bound on the work items of the main pass, in one range; the other counts, too
   int64_t v_parts = 1, pre_v_parts = 1;
   bool cut = false, fused = false;
   int64_t units = 0;       // bound on segments over all value heads
   int64_t end_states = 0;  // bound on merged boundaries
 };
-inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const ForwardCounts& n, void* saved) {
+inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const ForwardCounts& n, bool saved_given) {
   plan::Layout layout(base);
   ForwardBuffers b{};
   b.header = layout.take<PlanHeader>(1);
   b.items = layout.take<WorkItem>(n.items);
-  b.chunk_table = layout.take<ChunkRecord>(p.chunk_slots());
+  b.chunk_table = layout.take<ChunkRecord>(n.range_slots);
   if (n.fused) {  // Abar, Pg and the vectors stay on chip
     b.bytes = layout.bytes();
     return b;
   }
-  b.pg = layout.take<uint8_t>(p.chunk_slots() * p.num_v_heads * kTileBytes);
+  b.pg = layout.take<uint8_t>(n.range_slots * p.num_v_heads * kTileBytes);
   if (n.cut) {
-    b.decay = layout.take<float>(p.chunk_slots() * p.num_v_heads);
+    b.decay = layout.take<float>(n.range_slots * p.num_v_heads);
     b.pre_header = layout.take<PlanHeader>(1);
     b.pre_items = layout.take<WorkItem>(2 * n.end_states * n.pre_v_parts);
     b.chains = layout.take<MergeChain>(p.num_seqs * p.num_v_heads);
@@ -68,11 +71,11 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
     b.units = layout.take<uint8_t>(n.units * segments::kUnitBytes);
     b.states = layout.take<float>(2 * n.end_states * kStateFloats);
   }
-  if (saved) {
-    b.saved = lay_out_saved(saved, p);
-  } else {
-    void* inside = layout.take<uint8_t>(int64_t(lay_out_saved(nullptr, p).bytes));
-    b.saved = lay_out_saved(inside, p);
+  if (n.ranges > 1)
+    for (float*& carry : b.carry) carry = layout.take<float>(p.num_v_heads * kStateFloats);
+  if (!saved_given) {
+    void* inside = layout.take<uint8_t>(int64_t(lay_out_saved(nullptr, n.range_slots, p.num_v_heads).bytes));
+    b.saved = lay_out_saved(inside, n.range_slots, p.num_v_heads);
   }
   b.bytes = layout.bytes();
   return b;

@@ -346,12 +346,15 @@ TEST(Misuse, NullEverywhere) {
   EXPECT_EQ(qla_gdn_backward(nullptr), QLA_INVALID_ARGUMENT);
   size_t bytes = 0;
   EXPECT_EQ(qla_gdn_forward_workspace(nullptr, &bytes), QLA_INVALID_ARGUMENT);
+  EXPECT_EQ(qla_gdn_forward_workspace_range(nullptr, &bytes, &bytes), QLA_INVALID_ARGUMENT);
   EXPECT_EQ(qla_gdn_forward_saved(nullptr, &bytes), QLA_INVALID_ARGUMENT);
   EXPECT_EQ(qla_gdn_backward_workspace(nullptr, &bytes, &bytes), QLA_INVALID_ARGUMENT);
   ForwardCall forward;
   BackwardCall backward;
   EXPECT_EQ(qla_gdn_forward_workspace(&forward.args, nullptr), QLA_INVALID_ARGUMENT);
   EXPECT_EQ(std::string(qla_last_error()).rfind("bytes", 0), 0u);
+  EXPECT_EQ(qla_gdn_forward_workspace_range(&forward.args, nullptr, &bytes), QLA_INVALID_ARGUMENT);
+  EXPECT_EQ(qla_gdn_forward_workspace_range(&forward.args, &bytes, nullptr), QLA_INVALID_ARGUMENT);
   EXPECT_EQ(qla_gdn_forward_saved(&forward.args, nullptr), QLA_INVALID_ARGUMENT);
   EXPECT_EQ(qla_gdn_backward_workspace(&backward.args, nullptr, &bytes), QLA_INVALID_ARGUMENT);
   EXPECT_EQ(qla_gdn_backward_workspace(&backward.args, &bytes, nullptr), QLA_INVALID_ARGUMENT);

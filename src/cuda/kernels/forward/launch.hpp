@@ -38,9 +38,11 @@ struct ForwardParams {
   int32_t state_indices_dtype = 0;       // QLA_INT32 or QLA_INT64
   const uint8_t* has_initial_state = nullptr;
   int32_t checkpoint_every_chunks = 0;
-  const float* merged = nullptr;  // [index][V][K] start states (QLA_START_MERGED)
-  float* end_states = nullptr;    // [index][V][K], without output
-  bool dependent = false;         // launch with programmatic stream serialisation
+  const float* merged = nullptr;    // [index][V][K] start states (QLA_START_MERGED)
+  float* end_states = nullptr;      // [index][V][K], without output
+  const float* carry_in = nullptr;  // [HV][V][K]: kStartCarried ..
+  float* carry_out = nullptr;       // .. and kCarry
+  bool dependent = false;           // launch with programmatic stream serialisation
 };
 
 void prepare_forward();  // attributes, once a device

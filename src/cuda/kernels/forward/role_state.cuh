@@ -38,9 +38,15 @@ __device__ __forceinline__ void save_state(const ForwardArgs& a, uint32_t item, 
     } else {
       if (!at_end) continue;
       if (Cfg::kOutput) {
-        if (!slot::is_last(item)) continue;
-        x = a.p.final_state;
-        index = slot::state_index(item);
+        const int to = slot::is_last(item);
+        if (to == kFinalState) {
+          x = a.p.final_state;
+          index = slot::state_index(item);
+        } else if (to == kCarry) {
+          x = {a.p.carry_out, QLA_FLOAT32, 0, 16384, 1, 128};
+        } else {
+          continue;
+        }
       } else {
         x = {a.p.end_states, QLA_FLOAT32, 16384, 0, 1, 128};
         index = slot::start_index(item);
@@ -54,9 +60,10 @@ __device__ __forceinline__ void start_state(const ForwardArgs& a, uint32_t item,
   const int start = slot::start(item), v0 = first_column(item, part), lane = thread_in_group() % 32;
   if (start == QLA_START_INITIAL) {
     load_state(S, state_address(a.p.initial_state, slot::state_index(item), slot::v_head(item)), v0, lane);
-  } else if (start == QLA_START_MERGED) {
-    load_state_as<float>(S, {const_cast<float*>(a.p.merged) + int64_t(slot::start_index(item)) * 16384, QLA_FLOAT32, 1, 128}, v0,
-                         lane);
+  } else if (start == QLA_START_MERGED || start == kStartCarried) {
+    const float* from = start == kStartCarried ? a.p.carry_in + int64_t(slot::v_head(item)) * 16384
+                                               : a.p.merged + int64_t(slot::start_index(item)) * 16384;
+    load_state_as<float>(S, {const_cast<float*>(from), QLA_FLOAT32, 1, 128}, v0, lane);
   } else {
 #pragma unroll
     for (int i = 0; i < 64; i++) {

@@ -13,12 +13,13 @@ struct Args {
   int32_t has_initial;               // an initial state is given ..
   const uint8_t* has_initial_state;  // .. for the sequences where this is not 0 (nullptr: for all)
   int64_t num_seqs;
-  int64_t tokens;  // T of one batch row (packed: of all)
-  int32_t slots;   // entries of chunk_table: B T / 64 + N
+  int64_t tokens;      // T of one batch row (packed: of all)
+  int32_t slots;       // entries of chunk_table: B T / 64 + N, or those of a range ..
+  int32_t first_slot;  // .. that begins here; all slots in items and tables are counted from it
   int32_t num_v_heads, v_parts;
   int32_t checkpoint_every_chunks;  // 0: no checkpoints
   PlanHeader* header;
-  WorkItem* items;  // num_seqs * num_v_heads * v_parts of them; nullptr: only the chunk table and the header
+  WorkItem* items;  // up to num_seqs * num_v_heads * v_parts of them; nullptr: only the chunk table and the header
   ChunkRecord* chunk_table;
 };
 

@@ -20,11 +20,14 @@ struct Unit {
   int32_t entry;  // merged boundaries before this segment's end, over all units
 };
 static_assert(sizeof(Unit) == kUnitBytes);
-// One thread's sequence and head.
+// One thread's sequence and head: the part of it that lies in the range of chunks.
 struct Job {
   int64_t bos;
   int32_t chunks, last_rows, segment_chunks, segments;
-  int32_t sequence, head, slot, initial;
+  int32_t sequence, head, slot;
+  int32_t first;  // chunks in earlier ranges
+  int16_t start;  // QLA_START_ZERO, QLA_START_INITIAL, kStartCarried
+  int16_t end;    // kFinalState, kCarry
   __device__ __forceinline__ int32_t begin(int32_t segment) const {
     return segment < segments ? segment * segment_chunks : chunks;
   }
@@ -45,14 +48,18 @@ __device__ __forceinline__ Job job_at(const CutArgs& a, int32_t index) {
   job.sequence = index / a.plan.num_v_heads;
   job.head = index - job.sequence * a.plan.num_v_heads;
   const Span span = span_of(a.plan, job.sequence);
-  job.bos = span.bos;
-  job.chunks = span.chunks();
-  job.last_rows = job.chunks ? int32_t(span.eos - span.bos - 64 * int64_t(job.chunks - 1)) : 0;
-  job.slot = int32_t(span.bos / 64) + job.sequence;
+  const qla::plan::Run run = run_of(a.plan, span, job.sequence);
+  job.bos = span.bos + 64 * int64_t(run.first);
+  job.chunks = run.chunks;
+  job.last_rows = run.goes_on ? 64 : run.chunks ? int32_t(span.eos - job.bos - 64 * int64_t(run.chunks - 1)) : 0;
+  job.slot = run.slot;
+  job.first = run.first;
   const qla::plan::Cut cut = qla::plan::make_cut(job.chunks, a.rule);
   job.segment_chunks = int32_t(cut.segment_chunks);
-  job.segments = int32_t(cut.num_segments);
-  job.initial = a.plan.has_initial && (!a.plan.has_initial_state || a.plan.has_initial_state[job.sequence]);
+  job.segments = run.present ? int32_t(cut.num_segments) : 0;
+  const bool initial = a.plan.has_initial && (!a.plan.has_initial_state || a.plan.has_initial_state[job.sequence]);
+  job.start = run.continued() ? kStartCarried : initial ? QLA_START_INITIAL : QLA_START_ZERO;
+  job.end = run.goes_on ? kCarry : kFinalState;
   return job;
 }
 
@@ -133,14 +140,15 @@ struct Cutter {
       const int j = find_job(u);
       const Job& job = s.jobs[j];
       const int32_t segment = u - s.first_unit[j];
-      qla::plan::Start start{job.initial ? QLA_START_INITIAL : QLA_START_ZERO, 0};
+      qla::plan::Start start{job.start, 0};
       if (segment > 0) {
         float total = 0.0f;
         for (int32_t i = s.first_unit[j]; i < u; i++) total += units[i].sum;
         const int32_t boundary = job.begin(segment);
         const float* mine = decay + int64_t(job.slot) * a.plan.num_v_heads + job.head;
-        start = qla::plan::start_at(boundary, total, job.initial, a.rule,
+        start = qla::plan::start_at(boundary, total, job.start != QLA_START_ZERO, a.rule,
                                     [&](int64_t n) { return mine[(boundary - int32_t(n)) * a.plan.num_v_heads]; });
+        if (start.start == QLA_START_INITIAL) start.start = job.start;
       }
       units[u].start = start.start | int32_t(start.warmup_chunks) << 8;
     }
@@ -189,9 +197,9 @@ struct Cutter {
       item.start = start;
       item.start_index = is_merged ? min(units[u - 1].entry, a.most_states) - 1 : 0;
       if (item.start_index < 0) item.start = QLA_START_ZERO, item.start_index = 0;
-      item.is_last = is_end;
+      item.is_last = is_end ? job.end : 0;
       item.segment = segment;
-      item.first_chunk = first;
+      item.first_chunk = job.first + first;
       if (a.need_bases) add_bases(item, job.sequence);
       int32_t at = atomicAdd(&s.bucket[is_merged][length_bucket(walked)], a.plan.v_parts);
       for (int32_t part = 0; part < a.plan.v_parts; part++) {
@@ -241,7 +249,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   Unit* all_units = a.most_units <= kStagedUnits ? s.units : reinterpret_cast<Unit*>(a.units);
   bool long_enough = false;
   for (int32_t n = threadIdx.x; n < int32_t(a.plan.num_seqs); n += kCutThreads)
-    long_enough |= span_of(a.plan, n).chunks() > a.rule.segment_chunks;
+    long_enough |= run_of(a.plan, span_of(a.plan, n), n).chunks > a.rule.segment_chunks;
   if (!__syncthreads_or(long_enough)) {  // nothing to cut: the items of plan_segments stand
     ptx::grid_dependency_launch();
     ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it

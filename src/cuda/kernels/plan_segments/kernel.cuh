@@ -11,6 +11,7 @@
 
 #include "cuda/kernels/plan_segments/config.hpp"
 #include "cuda/ptx/control.cuh"
+#include "plan/ranges.hpp"
 #include "qla/qla.h"
 
 namespace qla::cuda::segments {
@@ -34,6 +35,11 @@ __device__ __forceinline__ Span span_of(const Args& a, int64_t n) {
   return s;
 }
 
+__device__ __forceinline__ int64_t base_slot(const Span& span, int64_t n) { return span.bos / 64 + n; }
+__device__ __forceinline__ qla::plan::Run run_of(const Args& a, const Span& span, int64_t n) {
+  return qla::plan::run_in_range(base_slot(span, n), span.chunks(), a.first_slot, a.slots);
+}
+
 // 0: the longest. Four buckets an octave, no sequence at all: the last.
 __device__ __forceinline__ int length_bucket(int32_t chunks) {
   if (chunks == 0) return kBuckets - 1;
@@ -44,6 +50,7 @@ __device__ __forceinline__ int length_bucket(int32_t chunks) {
 struct Shared {
   int64_t boundaries[kCachedSeqs + 1];
   int32_t before[kBuckets], total[kBuckets];  // sequences a bucket: in front of this CTA's own, all
+  int32_t present;                            // all sequences with chunks in the range
   unsigned long long chunks_before, checkpoints_before;
   int64_t scan[kThreads / 32];
   int32_t invalid;
@@ -51,7 +58,8 @@ struct Shared {
 
 // chunk_table: a thread a slot; the sequence by binary search for the last n with bos(n) / 64 + n <= slot
 __device__ __forceinline__ void write_chunks(const Args& a, const Shared& s, bool cached) {
-  for (int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x; slot < a.slots; slot += int64_t(gridDim.x) * kThreads) {
+  for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < a.slots; at += int64_t(gridDim.x) * kThreads) {
+    const int64_t slot = a.first_slot + at;
     int64_t low = 0, high = a.num_seqs;  // the answer is in [low, high)
     if (!a.cu_seqlens) {
       low = slot / (a.tokens / 64 + 1);  // never too far to the left by more than the rounding of n T / 64: corrected below
@@ -74,7 +82,7 @@ __device__ __forceinline__ void write_chunks(const Args& a, const Shared& s, boo
       record.rows = int32_t(span.eos - token < 64 ? span.eos - token : 64);
       record.sequence = int32_t(low);
     }
-    *reinterpret_cast<int4*>(a.chunk_table + slot) = *reinterpret_cast<const int4*>(&record);
+    *reinterpret_cast<int4*>(a.chunk_table + at) = *reinterpret_cast<const int4*>(&record);
   }
 }
 
@@ -101,9 +109,10 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
   int64_t chunks_before = 0, checkpoints_before = 0;
   for (int64_t n = threadIdx.x; n < a.num_seqs; n += kThreads) {
     const Span span = span_of(a, n);
-    const int bucket = length_bucket(span.chunks());
-    const unsigned same = __match_any_sync(__activemask(), bucket * 2 + (n < first));
-    if (__ffs(int(same)) - 1 == int(threadIdx.x % 32)) {
+    const qla::plan::Run run = run_of(a, span, n);
+    const int bucket = length_bucket(run.chunks);
+    const unsigned same = __match_any_sync(__activemask(), run.present ? bucket * 2 + (n < first) : -1);
+    if (run.present && __ffs(int(same)) - 1 == int(threadIdx.x % 32)) {
       atomicAdd(&s.total[bucket], __popc(same));
       if (n < first) atomicAdd(&s.before[bucket], __popc(same));
     }
@@ -121,6 +130,7 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
       s.before[b] += base;
       base += s.total[b];
     }
+    s.present = base;
   }
   __syncthreads();
 
@@ -129,23 +139,27 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
   for (int64_t from = first; from < last; from += kThreads) {
     const int64_t n = from + threadIdx.x;
     Span span{0, 0};
-    int32_t place = 0;
+    qla::plan::Run run;
+    int32_t place = -1;
     if (n < last) {
       span = span_of(a, n);
-      place = atomicAdd(&s.before[length_bucket(span.chunks())], 1);
+      run = run_of(a, span, n);
+      if (run.present) place = atomicAdd(&s.before[length_bucket(run.chunks)], 1);
     }
     const int64_t checkpoints = a.checkpoint_every_chunks ? (span.eos - span.bos) / (64 * int64_t(a.checkpoint_every_chunks)) : 0;
     const int64_t chunks_through = block_inclusive_sum(span.chunks(), s.scan),
                   checkpoints_through = block_inclusive_sum(checkpoints, s.scan);
     WorkItem item{};
-    item.token = span.bos;
-    item.slot = int32_t(span.bos / 64 + n);
-    item.chunks = span.chunks();
-    item.last_rows = item.chunks ? int32_t(span.eos - span.bos - 64 * int64_t(item.chunks - 1)) : 0;
+    item.token = span.bos + 64 * int64_t(run.first);
+    item.slot = run.slot;
+    item.chunks = run.chunks;
+    item.last_rows = run.goes_on ? 64 : run.chunks ? int32_t(span.eos - item.token - 64 * int64_t(run.chunks - 1)) : 0;
     item.sequence = int32_t(n);
-    item.start =
-        n < last && a.has_initial && (!a.has_initial_state || a.has_initial_state[n]) ? QLA_START_INITIAL : QLA_START_ZERO;
-    item.is_last = 1;
+    item.start = run.continued()                                                                 ? kStartCarried
+                 : n < last && a.has_initial && (!a.has_initial_state || a.has_initial_state[n]) ? QLA_START_INITIAL
+                                                                                                 : QLA_START_ZERO;
+    item.is_last = run.goes_on ? kCarry : kFinalState;
+    item.first_chunk = run.first;
     item.chunk_base = int32_t(chunk_base + chunks_through - span.chunks());
     item.checkpoint_base = int32_t(checkpoint_base + checkpoints_through - checkpoints);
     // the heads of one sequence lie side by side: a warp writes its sequences one after the other, a lane a head
@@ -159,6 +173,7 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
 #pragma unroll
       for (int i = 0; i < int(sizeof(WorkItem) / 4); i++) copy[i] = __shfl_sync(~0u, mine[i], source);
       const int64_t at = int64_t(__shfl_sync(~0u, place, source)) * per_seq;
+      if (at < 0) continue;  // nothing of it in the range
       for (int i = lane; i < per_seq; i += 32) {
         out.v_head = i / a.v_parts;
         out.v_part = i % a.v_parts;
@@ -201,9 +216,13 @@ __global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant_
   __syncthreads();
   if (threadIdx.x == 0) {
     PlanHeader header{};
-    header.num_items = a.items ? int32_t(a.num_seqs * a.num_v_heads * a.v_parts) : 0;
+    header.num_items = a.items && a.num_seqs > 0 ? int32_t(s.present * a.num_v_heads * a.v_parts) : 0;
     header.valid_tokens = !s.invalid;
-    header.end_token = a.num_seqs > 0 ? boundary(a, a.num_seqs) : 0;
+    // padding belongs to the last range
+    const int64_t tokens = a.cu_seqlens ? a.tokens : a.num_seqs * a.tokens;
+    header.end_token = a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs ? tokens
+                       : a.num_seqs > 0                                           ? boundary(a, a.num_seqs)
+                                                                                  : 0;
     *a.header = header;
   }
 }

@@ -1,0 +1,104 @@
+// What a forward call runs by, from shapes, policy and workspace alone: cuts, halves of V, ranges of chunks, and the counts that
+// size its buffers. No CUDA types: src/api prints plans where there is no CUDA, too.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/tensor_view.hpp"
+#include "cuda/capabilities.hpp"
+#include "cuda/workspace.hpp"
+#include "plan/choose.hpp"
+
+namespace qla::cuda {
+
+struct ForwardPlan {
+  plan::Choice choice;
+  ForwardCounts counts;
+  size_t bytes = 0;  // of workspace
+};
+
+// Everything that a plan depends on; all of it is plain data, so that plans can be kept and compared by it.
+struct PlanInput {
+  plan::DeviceCosts costs;
+  plan::Shape shape;
+  plan::Policy policy;
+  plan::Capabilities can;
+  Problem problem;
+  bool saved = false;  // Abar and the vectors lie in the caller's memory
+};
+
+inline PlanInput plan_input(const qla_gdn_forward_args& args, const Problem& p, const plan::DeviceCosts& costs) {
+  PlanInput in;
+  in.costs = costs;
+  in.shape = plan::shape_of(args, p);
+  in.policy = plan::make_policy(args, p.dtype);
+  in.can = forward_capabilities(args);
+  in.problem = p;
+  in.saved = present(args.saved);
+  return in;
+}
+
+inline constexpr int64_t kLeastRangeSlots = 16;
+
+// A plan with ranges of so many slots.
+inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cuts) {
+  const int64_t all = in.problem.chunk_slots();
+  plan::Shape shape = in.shape, bounds = in.shape;
+  plan::Capabilities can = in.can;
+  ForwardPlan result;
+  ForwardCounts& counts = result.counts;
+  counts.range_slots = all;
+  if (range_slots < all) {
+    counts.range_slots = range_slots;
+    counts.ranges = plan::ceil_div(all, range_slots);
+    // supposed: sequences of one length; bounded: every chunk of the range may be of another sequence, or all of one
+    shape.total_tokens = std::min(in.shape.total_tokens, range_slots * plan::kChunkTokens);
+    shape.num_seqs = std::clamp<int64_t>(plan::ceil_div(in.shape.num_seqs * range_slots, all), 1, in.shape.num_seqs);
+    bounds.total_tokens = std::max<int64_t>(0, range_slots - in.shape.num_seqs) * plan::kChunkTokens;
+    can.fused = false;
+    can.segments = can.segments && cuts;
+  }
+  const plan::Choice& choice = result.choice = plan::choose(in.costs, shape, in.policy, can);
+  counts.fused = choice.fused;
+  counts.items = plan::most_items(bounds, choice);
+  counts.v_parts = choice.value_splits;
+  // Few heads need the pre-pass where warm-up serves the others: then it is short of CTAs, and halves of V finish sooner.
+  counts.pre_v_parts = choice.rule.exact ? choice.value_splits : 2;
+  counts.cut = choice.rule.segment_chunks > 0;
+  counts.units = counts.items / choice.value_splits;
+  counts.end_states = plan::most_end_states(bounds, choice);
+  result.bytes = lay_out_forward(nullptr, in.problem, counts, in.saved).bytes;
+  return result;
+}
+
+// Where segments have a length of their own for every call (batch-invariant, given by the caller) ranges would move the cuts.
+inline bool may_range(const PlanInput& in, const ForwardPlan& whole) {
+  return !whole.counts.fused && !in.policy.batch_invariant && in.policy.mode != QLA_CP_FIXED &&
+         in.problem.chunk_slots() > kLeastRangeSlots;
+}
+
+inline ForwardPlan whole_plan(const PlanInput& in) { return plan_ranges(in, in.problem.chunk_slots(), true); }
+inline ForwardPlan least_plan(const PlanInput& in, const ForwardPlan& whole) {
+  if (!may_range(in, whole)) return whole;
+  const ForwardPlan least = plan_ranges(in, kLeastRangeSlots, false);
+  return least.bytes < whole.bytes ? least : whole;
+}
+
+// The fewest ranges whose buffers fit, about equally long; where none do, the least plan.
+inline ForwardPlan fitting_plan(const PlanInput& in, const ForwardPlan& whole, size_t bytes) {
+  if (whole.bytes <= bytes || !may_range(in, whole)) return whole;
+  const int64_t all = in.problem.chunk_slots();
+  const int64_t a_slot = in.problem.num_v_heads * (kTileBytes + (in.saved ? 0 : kTileBytes + int64_t{kVecFloats} * 4));
+  const int64_t first = std::max<int64_t>(2, all * a_slot / std::max<int64_t>(1, static_cast<int64_t>(bytes)));
+  for (int64_t ranges = first; plan::ceil_div(all, ranges) > kLeastRangeSlots; ranges += 1 + ranges / 16)
+    for (const bool cuts : {true, false}) {
+      const ForwardPlan plan = plan_ranges(in, plan::ceil_div(all, ranges), cuts);
+      if (plan.bytes <= bytes) return plan;
+      if (!plan.counts.cut) break;  // it was without cuts already
+    }
+  return least_plan(in, whole);
+}
+
+}  // namespace qla::cuda

@@ -1,0 +1,39 @@
+// Forward in ranges of chunk slots, for workspaces that do not hold every chunk: which part of a sequence lies in a range. The
+// part is walked as a sequence of its own; where it goes on from the range before, or into the next, the state is handed over in
+// fp32.
+//
+// Slots as in cuda/formats.hpp: chunk c of sequence n, whose first token is bos, has slot bos / 64 + n + c.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/hd.hpp"
+
+namespace qla::plan {
+
+struct Run {
+  int32_t first = 0;   // index in its sequence of the first chunk in the range
+  int32_t chunks = 0;  // in the range; 0 with present: an empty sequence
+  int32_t slot = 0;    // of that chunk, counted from the range's first slot
+  bool present = false;
+  bool goes_on = false;  // chunks are left for the next range
+
+  QLA_HD bool continued() const { return first > 0; }
+};
+
+// base: slot of the sequence's first chunk; slots: of the range. An empty sequence belongs to the range that has its slot.
+QLA_HD inline Run run_in_range(int64_t base, int32_t chunks, int64_t first_slot, int64_t slots) {
+  Run run;
+  const int64_t before = first_slot > base ? first_slot - base : 0;  // chunks in earlier ranges
+  const int64_t left = first_slot + slots - base;                    // chunks up to the range's end
+  const int64_t through = chunks < left ? chunks : left;
+  run.present = chunks > 0 ? through > before : base >= first_slot && left > 0;
+  if (!run.present) return run;
+  run.first = static_cast<int32_t>(before);
+  run.chunks = static_cast<int32_t>(through - before);
+  run.slot = static_cast<int32_t>(base + before - first_slot);
+  run.goes_on = through < chunks;
+  return run;
+}
+
+}  // namespace qla::plan

@@ -1,0 +1,104 @@
+// Forward in ranges of chunks: what lies in which range, and plans that stay under a workspace limit.
+#include <gtest/gtest.h>
+
+#include <random>
+#include <vector>
+
+#include "cuda/forward_plan.hpp"
+#include "plan/ranges.hpp"
+
+namespace qla {
+namespace {
+
+TEST(Ranges, EveryChunkInOneRange) {
+  std::mt19937_64 random(1);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<int64_t> lengths(1 + random() % 12);
+    int64_t tokens = random() % 3 == 0 ? random() % 200 : 0;  // padding
+    for (int64_t& n : lengths) {
+      n = random() % 4 == 0 ? int64_t(random() % 3) : int64_t(random() % 2000);
+      tokens += n;
+    }
+    const int64_t slots = tokens / 64 + int64_t(lengths.size()), range_slots = 1 + int64_t(random()) % slots;
+    const int64_t size = range_slots < 1 ? 1 : range_slots;
+    std::vector<int> times_present(lengths.size(), 0);
+    std::vector<int32_t> walked(lengths.size(), 0);
+    for (int64_t first = 0; first < slots; first += size) {
+      int crossing_in = 0, crossing_out = 0;
+      int64_t bos = 0;
+      for (size_t n = 0; n < lengths.size(); ++n) {
+        const int64_t base = bos / 64 + int64_t(n);
+        const auto chunks = static_cast<int32_t>((lengths[n] + 63) / 64);
+        const plan::Run run = plan::run_in_range(base, chunks, first, size);
+        bos += lengths[n];
+        if (!run.present) continue;
+        ++times_present[n];
+        EXPECT_EQ(run.first, walked[n]);  // ranges in order continue where the last one ended
+        EXPECT_GE(run.slot, 0);
+        EXPECT_LE(run.slot + std::max(run.chunks, 1), size);
+        EXPECT_EQ(first + run.slot, base + run.first);
+        EXPECT_EQ(run.continued(), walked[n] > 0);
+        walked[n] += run.chunks;
+        EXPECT_EQ(run.goes_on, walked[n] < chunks);
+        crossing_in += run.continued(), crossing_out += run.goes_on;
+      }
+      EXPECT_LE(crossing_in, 1);  // one carried state a value head is enough
+      EXPECT_LE(crossing_out, 1);
+    }
+    for (size_t n = 0; n < lengths.size(); ++n) {
+      EXPECT_EQ(walked[n], (lengths[n] + 63) / 64);
+      if (lengths[n] == 0) EXPECT_EQ(times_present[n], 1);
+    }
+  }
+}
+
+cuda::PlanInput input_of(int64_t tokens, int64_t sequences, int64_t k_heads, int64_t v_heads) {
+  cuda::PlanInput in;
+  in.costs = plan::kH200;
+  in.problem.batch = 1, in.problem.tokens = tokens, in.problem.num_seqs = sequences;
+  in.problem.num_k_heads = k_heads, in.problem.num_v_heads = v_heads, in.problem.k_dim = in.problem.v_dim = 128;
+  in.problem.varlen = true, in.problem.dtype = QLA_BFLOAT16;
+  in.shape.total_tokens = tokens, in.shape.num_seqs = sequences, in.shape.num_v_heads = v_heads;
+  in.shape.group = v_heads / k_heads, in.shape.equal_lengths = false;
+  in.can = cuda::kForwardCapabilities;
+  in.can.fused = false;
+  return in;
+}
+
+TEST(ForwardPlan, StaysUnder256MiBWhateverT) {
+  constexpr size_t kLimit = size_t{256} << 20;
+  for (const int64_t tokens : {64, 32768, 100000, 1 << 20, 16 << 20})
+    for (const int64_t sequences : {1, 2, 32, 1000})
+      for (const int64_t heads : {2, 8, 32, 64}) {
+        if (sequences > tokens) continue;
+        const cuda::PlanInput in = input_of(tokens, sequences, heads / 2, heads);
+        const cuda::ForwardPlan whole = cuda::whole_plan(in), plan = cuda::fitting_plan(in, whole, kLimit);
+        EXPECT_LE(plan.bytes, kLimit) << tokens << " " << sequences << " " << heads;
+        if (whole.bytes <= kLimit) EXPECT_EQ(plan.counts.ranges, 1);
+        EXPECT_GE(plan.counts.ranges * plan.counts.range_slots, in.problem.chunk_slots());
+        EXPECT_LT((plan.counts.ranges - 1) * plan.counts.range_slots, in.problem.chunk_slots());
+        // what a plan needs is enough for it
+        EXPECT_LE(cuda::fitting_plan(in, whole, plan.bytes).bytes, plan.bytes);
+        const cuda::ForwardPlan least = cuda::least_plan(in, whole);
+        EXPECT_LE(least.bytes, plan.bytes);
+        EXPECT_LE(cuda::fitting_plan(in, whole, least.bytes).bytes, least.bytes);
+      }
+}
+
+TEST(ForwardPlan, FewRangesOfFewHeadsAreCut) {
+  const cuda::PlanInput in = input_of(1 << 20, 1, 2, 8);
+  const cuda::ForwardPlan plan = cuda::fitting_plan(in, cuda::whole_plan(in), size_t{256} << 20);
+  EXPECT_GT(plan.counts.ranges, 1);
+  EXPECT_TRUE(plan.counts.cut);  // eight heads alone would leave most of the card idle
+}
+
+TEST(ForwardPlan, CutsOfAFixedPlaceForbidRanges) {
+  cuda::PlanInput in = input_of(1 << 20, 1, 8, 32);
+  in.policy.batch_invariant = true;
+  const cuda::ForwardPlan whole = cuda::whole_plan(in);
+  EXPECT_EQ(cuda::least_plan(in, whole).bytes, whole.bytes);
+  EXPECT_EQ(cuda::fitting_plan(in, whole, 1).counts.ranges, 1);
+}
+
+}  // namespace
+}  // namespace qla
