@@ -1,7 +1,8 @@
 // The CUDA backward: plan -> intra-chunk stage -> for each range of chunks from the last to the first: state and reverse pass in
 // one launch, then the chunks' gradients. One range where the workspace has room for every chunk's snapshots; else a pass ahead
-// leaves the states at the ranges' starts. Nothing here allocates, synchronises or asks the device anything; the first call on a
-// device loads the kernels (qla_prepare does it ahead).
+// leaves the states at the ranges' starts. With one range, sequences may be cut into segments: then items from the gates ->
+// passes that need no merge -> merges -> passes from merged states. Nothing here allocates, synchronises or asks the device
+// anything; the first call on a device loads the kernels (qla_prepare does it ahead).
 #include <algorithm>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "cuda/kernels/backward_rows/launch.hpp"
 #include "cuda/kernels/chunk_grads/launch.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
+#include "cuda/kernels/pass_merge/launch.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "cuda/tensor_map.hpp"
 #include "cuda/views.hpp"
@@ -142,7 +144,14 @@ intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, cons
   a.pg = b.pg;
   a.vec = b.saved.vec;
   a.vec_backward = 1;
+  a.decay = b.decay;
   return a;
+}
+
+BackwardCut make_cut(const qla_gdn_backward_args& args, const Problem& p, const Device& device) {
+  const plan::Shape shape = plan::shape_of(args, p);
+  return cut_of(shape, plan::choose_backward(plan::costs_for(device.multiprocessors, device.major), shape,
+                                             plan::make_policy(args, p.dtype)));
 }
 
 void validate_boundaries(const qla_gdn_backward_args& args, const Problem& p, cudaStream_t stream) {
@@ -159,6 +168,7 @@ struct Run {
   const Device& device;
   const BackwardBuffers& b;
   int64_t range_slots;
+  BackwardCut cut;
   cudaStream_t stream;
   bool bf16;
   CUtensorMap k{}, q{}, v{}, d_o{}, dv{};
@@ -183,11 +193,10 @@ void make_maps(Run& r, const BackwardNeeds& needs) {
   r.dv = make_token_map(r.dv_shape, r.bf16, "dv");
 }
 
-void run_passes(const Run& r, int64_t first, int64_t end, int kinds, int parity) {
+backward_passes::Params pass_params(const Run& r, int64_t first, int64_t end) {
   backward_passes::Params a{};
   a.items = r.b.items;
   a.num_items = int32_t(r.p.num_seqs * r.p.num_v_heads);
-  a.kinds = kinds;
   a.first_slot = int32_t(first);
   a.end_slot = int32_t(end);
   a.num_k_heads = int32_t(r.p.num_k_heads);
@@ -209,9 +218,56 @@ void run_passes(const Run& r, int64_t first, int64_t end, int kinds, int parity)
   a.dht = state_view(r.args.d_final_state, r.args.flags);
   a.dh0 = state_view(r.args.d_initial_state, r.args.flags);
   a.boundary = r.b.boundary;
+  return a;
+}
+void launch_passes(const Run& r, const backward_passes::Params& a) {
+  check_cuda(backward_passes::launch(r.k, r.q, r.v, r.d_o, r.dv, a, r.p.dtype, r.stream), "backward_passes");
+}
+void run_passes(const Run& r, int64_t first, int64_t end, int kinds, int parity) {
+  backward_passes::Params a = pass_params(r, first, end);
+  a.kinds = kinds;
   a.carry_in = r.b.carry[parity];
   a.carry_out = r.b.carry[1 - parity];
-  check_cuda(backward_passes::launch(r.k, r.q, r.v, r.d_o, r.dv, a, r.p.dtype, r.stream), "backward_passes");
+  launch_passes(r, a);
+}
+
+void run_cut_passes(const Run& r) {
+  const int64_t states = r.cut.end_states * kStateFloats;
+  segments::PassCutArgs c{};
+  c.plan = plan_args(r.args, r.p, r.b);
+  c.rule = r.cut.rule;
+  c.decay = r.b.decay;
+  c.has_final = present(r.args.d_final_state);
+  c.wants_dh0 = present(r.args.d_initial_state);
+  c.most_states = int32_t(r.cut.end_states);
+  c.most_units = int32_t(r.cut.units);
+  c.most_first = int32_t(r.cut.first());
+  c.most_second = int32_t(r.cut.second());
+  c.units = r.b.cut_units;
+  c.counts = r.b.counts;
+  c.first = r.b.first;
+  c.second = r.b.second;
+  c.chains = r.b.chains;
+  check_cuda(segments::launch_cut_passes(c, r.stream), "cut_passes");
+  backward_passes::Params a = pass_params(r, 0, r.p.chunk_slots());
+  a.boundary = r.b.cut_states;
+  a.most_states = c.most_states;
+  a.carry_out = r.b.cut_states + 3 * states;
+  a.carry_in = a.carry_out;
+  a.cut_items = r.b.first;
+  a.num_cut_items = &r.b.counts->first;
+  a.num_items = c.most_first;
+  launch_passes(r, a);
+  if (states == 0) return;  // no sequence can be long enough for a cut
+  const pass_merge::Args merge{
+      r.b.counts, r.b.chains, {r.b.cut_states, a.carry_out}, {r.b.cut_states + states, r.b.cut_states + 2 * states}};
+  check_cuda(pass_merge::launch(merge, std::min(2 * r.cut.end_states, 2 * r.p.num_seqs * r.p.num_v_heads),
+                                r.device.multiprocessors, r.stream),
+             "pass_merge");
+  a.cut_items = r.b.second;
+  a.num_cut_items = &r.b.counts->second;
+  a.num_items = c.most_second;
+  launch_passes(r, a);
 }
 
 void run_chunk_grads(const Run& r, int64_t first, int64_t end) {
@@ -294,9 +350,10 @@ void backward_check(const qla_gdn_backward_args& args, const Problem& p) {
 
 void backward_workspace(const qla_gdn_backward_args& args, const Problem& p, size_t* least, size_t* best) {
   const BackwardNeeds needs = needs_of(args, p, Look::Strides);
-  *least = lay_out_backward(nullptr, p, needs, range_of(p, most_ranges(p))).bytes;
-  *best = lay_out_backward(nullptr, p, needs, range_of(p, 1)).bytes;
+  *least = lay_out_backward(nullptr, p, needs, range_of(p, most_ranges(p)), {}).bytes;
+  *best = lay_out_backward(nullptr, p, needs, range_of(p, 1), {}).bytes;
   *least = std::min(*least, *best);
+  *best = lay_out_backward(nullptr, p, needs, range_of(p, 1), make_cut(args, p, device_of(args.device))).bytes;
 }
 
 void backward(const qla_gdn_backward_args& args, const Problem& p) {
@@ -310,8 +367,11 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
   const int64_t range_slots = choose_range(p, needs, args.workspace_bytes);
   QLA_CHECK(range_slots > 0, "workspace_bytes: expected what the workspace query says for these very tensors, got ",
             args.workspace_bytes, "; query with the strides and addresses of the call");
-  const BackwardBuffers b = lay_out_backward(args.workspace, p, needs, range_slots);
-  Run r{args, p, device, b, range_slots, static_cast<cudaStream_t>(args.stream), p.dtype == QLA_BFLOAT16};
+  // Cut sequences need room for what is merged, and all snapshots at once.
+  BackwardCut cut = make_cut(args, p, device);
+  if (lay_out_backward(nullptr, p, needs, range_of(p, 1), cut).bytes > args.workspace_bytes) cut = {};
+  const BackwardBuffers b = lay_out_backward(args.workspace, p, needs, range_slots, cut);
+  Run r{args, p, device, b, range_slots, cut, static_cast<cudaStream_t>(args.stream), p.dtype == QLA_BFLOAT16};
 
   if (p.validate_values && p.varlen) validate_boundaries(args, p, r.stream);
   check_cuda(segments::launch(plan_args(args, p, b), device.multiprocessors, r.stream), "plan_segments");
@@ -327,7 +387,10 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
   int parity = 0;
   for (int64_t range = ranges - 1; range >= 0; range--, parity ^= 1) {
     const int64_t first = range * range_slots, end = std::min(slots, first + range_slots);
-    run_passes(r, first, end, backward_passes::kBoth, parity);
+    if (cut.units > 0)
+      run_cut_passes(r);
+    else
+      run_passes(r, first, end, backward_passes::kBoth, parity);
     if (rows && wants_chunk_gradients(args)) run_chunk_grads(r, first, end);
   }
   if (rows) finish(r, needs);

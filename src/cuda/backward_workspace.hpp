@@ -6,7 +6,9 @@
 
 #include "core/problem.hpp"
 #include "cuda/formats.hpp"
+#include "cuda/kernels/plan_segments/cut.hpp"
 #include "cuda/workspace.hpp"
+#include "plan/choose_backward.hpp"
 #include "plan/layout.hpp"
 
 namespace qla::cuda {
@@ -16,6 +18,23 @@ struct BackwardNeeds {      // read off the arguments
   bool scratch_dv = false;  // the same for dv, or it is of another type
   bool gate_partials = false;
 };
+
+// Where sequences are cut into segments: the rule, and bounds from shapes.
+struct BackwardCut {
+  plan::CutRule rule;
+  int64_t units = 0;                                        // segments over all value heads; 0: no cut
+  int64_t end_states = 0;                                   // merged boundaries of each direction
+  int64_t first() const { return 2 * units + end_states; }  // items: a pass of each segment (or its pre-pass), transitions
+  int64_t second() const { return 2 * units; }
+};
+inline BackwardCut cut_of(const plan::Shape& shape, const plan::Choice& choice) {
+  BackwardCut cut;
+  if (choice.rule.segment_chunks == 0) return cut;
+  cut.rule = choice.rule;
+  cut.units = plan::most_segments(shape.total_tokens, shape.num_seqs, choice.rule) * shape.num_v_heads;
+  cut.end_states = plan::most_end_states(shape, choice);
+  return cut;
+}
 
 // The chunks are taken in ranges of `range_slots`, the last range first; snapshots are kept for one range only. More than one
 // range also needs the states at the ranges' starts and the gradient that passes from one range to the one before it.
@@ -30,12 +49,20 @@ struct BackwardBuffers {
   float* gate_partials;              // [slots][HV][2]
   float* boundary;                   // [ranges][HV][V][K]
   float* carry[2];                   // [HV][V][K]
+  // context parallelism; never with more than one range
+  float* decay;  // [slots][HV]
+  PassCounts* counts;
+  PassItem *first, *second;
+  PassChain* chains;
+  void* cut_units;
+  float* cut_states;  // [4][end_states][V][K]: states at merged boundaries, transitions in two layouts, gradients of states
   size_t bytes;
 };
 
 inline int64_t num_ranges(const Problem& p, int64_t range_slots) { return (p.chunk_slots() + range_slots - 1) / range_slots; }
 
-inline BackwardBuffers lay_out_backward(void* base, const Problem& p, const BackwardNeeds& needs, int64_t range_slots) {
+inline BackwardBuffers lay_out_backward(void* base, const Problem& p, const BackwardNeeds& needs, int64_t range_slots,
+                                        const BackwardCut& cut) {
   plan::Layout layout(base);
   BackwardBuffers b{};
   const int64_t heads = p.num_v_heads, slots = p.chunk_slots(), rows = p.total_tokens() * heads * 128, state = heads * 128 * 128;
@@ -54,6 +81,15 @@ inline BackwardBuffers lay_out_backward(void* base, const Problem& p, const Back
   const int64_t ranges = num_ranges(p, range_slots);
   b.boundary = layout.take<float>(ranges > 1 ? ranges * state : 0);
   for (float*& carry : b.carry) carry = layout.take<float>(ranges > 1 ? state : 0);
+  if (cut.units > 0) {
+    b.decay = layout.take<float>(slots * heads);
+    b.counts = layout.take<PassCounts>(1);
+    b.first = layout.take<PassItem>(cut.first());
+    b.second = layout.take<PassItem>(cut.second());
+    b.chains = layout.take<PassChain>(2 * cut.end_states);
+    b.cut_units = layout.take<uint8_t>(cut.units * segments::kPassUnitBytes);
+    b.cut_states = layout.take<float>(4 * cut.end_states * kStateFloats);
+  }
   b.bytes = layout.bytes();
   return b;
 }
@@ -72,7 +108,7 @@ inline int64_t range_of(const Problem& p, int64_t ranges) {
 inline int64_t choose_range(const Problem& p, const BackwardNeeds& needs, size_t bytes) {
   const int64_t most = most_ranges(p);
   for (int64_t n = 1; n <= most; n++)
-    if (lay_out_backward(nullptr, p, needs, range_of(p, n)).bytes <= bytes) return range_of(p, n);
+    if (lay_out_backward(nullptr, p, needs, range_of(p, n), {}).bytes <= bytes) return range_of(p, n);
   return 0;
 }
 

@@ -11,6 +11,7 @@
 #include "cuda/kernels/chunk_intra/launch.hpp"
 #include "cuda/kernels/cp_merge/launch.hpp"
 #include "cuda/kernels/forward/launch.hpp"
+#include "cuda/kernels/pass_merge/launch.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 
 namespace qla::cuda {
@@ -80,6 +81,7 @@ void prepare_kernels(const Device& device) {
   check_cuda(cp_merge::prepare(), "cp_merge: cudaFuncSetAttribute");
   prepare_forward();
   check_cuda(backward_passes::prepare(), "backward_passes: cudaFuncSetAttribute");
+  check_cuda(pass_merge::prepare(), "pass_merge: cudaFuncSetAttribute");
   check_cuda(chunk_grads::prepare(), "chunk_grads: cudaFuncSetAttribute");
   e.prepared.store(true, std::memory_order_release);
 }

@@ -80,6 +80,41 @@ inline constexpr int32_t kCarry = 2;       // the last one of this range, the se
 // dR = dV is read back from the [B, T, HV, 128] tensor dV.
 inline constexpr int kSnapshotBytes = 32768, kSnapshotHalfBytes = 16384, kDeltaBytes = 16384;
 
+// One unit of work of backward_passes: a run of a sequence's chunks, one value head, walked forwards (the state pass) or from the
+// highest chunk down (the reverse pass).
+struct PassItem {
+  int64_t token;      // first token of the lowest chunk walked, over [B * T]
+  int32_t slot;       // its chunk slot
+  int32_t chunks;     // walked, warm-up included; -1: nothing to do; 0: an empty sequence (dh0 = dht)
+  int32_t warmup;     // of these, walked first with nothing stored
+  int32_t last_rows;  // rows of the highest chunk walked, 1..64
+  int32_t sequence;
+  int32_t v_head;
+  int32_t reverse;             // 0: state pass, 1: reverse pass
+  int32_t start, start_index;  // kFrom*: where the walk's first state (or gradient of it) comes from
+  int32_t end, end_index;      // kTo*: where the last one goes
+  int32_t initial;             // 1: the sequence starts from the caller's state (else its dh0 is 0)
+  int32_t reserved[2];
+};
+static_assert(sizeof(PassItem) == 64);
+// Caller: h0 of the state pass, dht and dh0 of the reverse pass. Buffer: fp32 [index][V][K]. Identity: S = I and V = 0 (C2).
+inline constexpr int32_t kFromZero = 0, kFromCaller = 1, kFromBuffer = 2, kFromIdentity = 3;
+inline constexpr int32_t kToNowhere = 0, kToCaller = 1, kToBuffer = 2;
+
+// Backward with sequences cut into segments: items that need no merge (the pre-pass among them) run first, merged ones after the
+// merges.
+struct PassCounts {
+  int32_t first, second;  // items of the two launches
+  int32_t chains;
+  int32_t reserved;
+};
+// Merged boundaries of one (sequence, value head) and direction. Entry `base` holds the state there; (C1), (C3) make the `count`
+// entries behind it (reverse: before it) from S_ext (dS_ext), which they hold, and M. M of the segment that ends at boundary e is
+// entry e of the transitions, for both directions.
+struct PassChain {
+  int32_t base, count, reverse, reserved;
+};
+
 struct PlanHeader {  // first bytes of the plan buffer; items follow at a 256-byte boundary
   int32_t num_items;
   int32_t next_item;  // queue counter of a persistent grid; reset by the plan kernel

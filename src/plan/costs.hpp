@@ -18,6 +18,7 @@ struct DeviceCosts {
   float state_half;    // no output, half of V: the pre-pass of (C1), (C2), and backward's state pass
   float reverse_half;  // backward's reverse pass
   float intra[3];      // intra-chunk stage as a kernel: value heads a query/key head >= 4, 2, 1
+  float passes;        // backward's two passes of one value head where memory bounds them
   float grads;         // chunk gradients
   float merge;         // one step of (C1)
   float item;          // an item's beginning and end: first tiles, initial and final state
@@ -39,6 +40,7 @@ inline constexpr DeviceCosts kH200 = {.name = "H200",
                                       .state_half = 0.83f,
                                       .reverse_half = 1.21f,
                                       .intra = {1.28f, 1.49f, 2.34f},
+                                      .passes = 7.0f,
                                       .grads = 4.4f,
                                       .merge = 1.63f,
                                       .item = 10.4f,
@@ -56,7 +58,7 @@ inline DeviceCosts costs_for(int32_t num_sms, int32_t capability_major) {
   costs.name = "default";
   for (float* cost :
        {&costs.fused, &costs.main_full, &costs.main_half, &costs.main_full_quiet, &costs.main_half_quiet, &costs.state_half,
-        &costs.reverse_half, &costs.intra[0], &costs.intra[1], &costs.intra[2], &costs.grads, &costs.merge})
+        &costs.reverse_half, &costs.intra[0], &costs.intra[1], &costs.intra[2], &costs.passes, &costs.grads, &costs.merge})
     *cost *= 1.5f;
   return costs;
 }

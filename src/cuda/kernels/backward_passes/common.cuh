@@ -98,9 +98,9 @@ __device__ __forceinline__ void write_caller(const float (&s)[64], const StateVi
   for (int i = 0; i < 64; i++)
     store_state(view, base + (v + i / 2 % 2 * 8) * view.stride_v + (k + i / 4 * 8 + i % 2) * view.stride_k, zero ? 0.f : s[i]);
 }
-__device__ __forceinline__ int64_t buffer_at(const Params& p, int index, int head, int part, const Lane& l) {
-  return ((int64_t(index) * p.num_v_heads + head) * kDim + kHalf * part + fragment_row(l.warp, l.lane)) * kDim +
-         fragment_col(l.lane);
+// this thread's first element of matrix `index`
+__device__ __forceinline__ int64_t buffer_at(int index, int part, const Lane& l) {
+  return (int64_t(index) * kDim + kHalf * part + fragment_row(l.warp, l.lane)) * kDim + fragment_col(l.lane);
 }
 __device__ __forceinline__ void read_buffer(float (&s)[64], const float* buffer, int64_t at) {
 #pragma unroll
@@ -114,6 +114,12 @@ __device__ __forceinline__ void write_buffer(const float (&s)[64], float* buffer
 #pragma unroll
   for (int i = 0; i < 32; i++)
     *reinterpret_cast<float2*>(buffer + at + i % 2 * 8 * kDim + i / 2 * 8) = make_float2(s[2 * i], s[2 * i + 1]);
+}
+// matrix `index` with rows and columns exchanged; eight lanes fill a sector
+__device__ __forceinline__ void write_transposed(const float (&s)[64], float* buffer, int index, int part, const Lane& l) {
+  float* to = buffer + (int64_t(index) * kDim + fragment_col(l.lane)) * kDim + kHalf * part + fragment_row(l.warp, l.lane);
+#pragma unroll
+  for (int i = 0; i < 64; i++) to[(i / 4 * 8 + i % 2) * kDim + i / 2 % 2 * 8] = s[i];
 }
 
 // The product warps' side of the empty edges: lane r < 2 hands a stage back to the producer of CTA r, which loads a half of what
@@ -130,7 +136,7 @@ struct Release {
       asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(first + 8 * stage) : "memory");
   }
 };
-// The product warps' side of the output edges, chunk i of the walk.
+// The product warps' side of the output edges, chunk i of those that are stored.
 __device__ __forceinline__ void wait_output(uint32_t base, int i) {
   ptx::mbarrier_wait(out_empty_bar(base, i & 1), i / 2 % 2 ^ 1);
 }

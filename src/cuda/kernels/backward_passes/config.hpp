@@ -26,25 +26,14 @@ inline constexpr int kMaxStages = 5;
 
 using cuda::StateView;
 
-// One unit of work: the run of a sequence's chunks that lies in the launch's range of slots, one value head. A cluster takes it,
-// a CTA each half of V.
-struct Item {
-  int64_t token;      // first token of the lowest chunk, over [B * T]
-  int32_t slot;       // its chunk slot
-  int32_t chunks;     // -1: nothing to do; 0: an empty sequence (dh0 = dht)
-  int32_t last_rows;  // rows of the highest chunk, 1..64
-  int32_t sequence, v_head;
-  int32_t start, end;  // kFrom*, kTo*
-};
-// where the walk's first state (or gradient of it) comes from, and where the last one goes
-inline constexpr int32_t kFromZero = 0, kFromCaller = 1,
-                         kFromBuffer = 2;                               // caller: h0 of the state pass, dht of the reverse pass
-inline constexpr int32_t kToNowhere = 0, kToCaller = 1, kToBuffer = 2;  // caller: dh0
-
 struct Params {
-  const WorkItem* items;  // uncut, all of V: sequences x value heads (plan_segments); a cluster of each kind takes one
+  // Uncut: sequences x value heads, all of V (plan_segments); a cluster of each kind takes one. Cut: cluster i takes
+  // cut_items[i].
+  const WorkItem* items;
+  const PassItem* cut_items;     // nullptr: uncut
+  const int32_t* num_cut_items;  // how many of them there are; at most num_items
   int32_t num_items;
-  int32_t kinds;                 // kBoth; kStateOnly: no reverse items, nothing stored but states at boundaries
+  int32_t kinds;                 // kBoth; kStateOnly: no reverse items, nothing stored but states at boundaries (uncut)
   int32_t first_slot, end_slot;  // the range of chunks of this launch; snapshots are indexed from first_slot on
   int32_t num_k_heads, num_v_heads;
   int32_t rows_per_batch;  // tokens of a batch row, as the tensor maps see it
@@ -59,33 +48,42 @@ struct Params {
   void* dv;  // 16 bit; rows of a tail chunk are written one by one
   int64_t dv_stride_b, dv_stride_t, dv_stride_h;
   StateView h0, dht, dh0;
-  float* boundary;        // fp32 [range][HV][V][K]: states at the starts of ranges
-  const float* carry_in;  // fp32 [HV][V][K]: dS of the sequence that goes on after this range ..
-  float* carry_out;       // .. and of the one that began before it
+  // fp32 [index][V][K], by PassItem::start_index and end_index. Uncut: [range][HV], states at the starts of ranges. Cut:
+  // most_states states at merged boundaries, as many transitions, and these transposed.
+  float* boundary;
+  int32_t most_states;
+  const float* carry_in;  // uncut: [HV], dS of the sequence that goes on after this range ..
+  float* carry_out;       // .. and of the one that began before it. Cut: both are dS at merged boundaries
 };
 inline constexpr int kBoth = 0, kStateOnly = 1;
 
-// Host- and device-callable in effect: plain arithmetic on a work item.
+// Host- and device-callable in effect: plain arithmetic on a work item, clipped to the launch's range of slots.
 inline
 #ifdef __CUDACC__
     __host__ __device__
 #endif
-        Item
+        PassItem
         make_item(const WorkItem& w, const Params& p, bool reverse) {
   const int32_t low = w.slot > p.first_slot ? w.slot : p.first_slot;
   const int32_t end = w.slot + w.chunks, high = end < p.end_slot ? end : p.end_slot;
-  Item it;
+  PassItem it;
   it.token = w.token + int64_t(low - w.slot) * kRows;
   it.slot = low;
   it.chunks = high > low ? high - low : w.chunks == 0 && w.slot >= p.first_slot && w.slot < p.end_slot ? 0 : -1;
   it.last_rows = high == end ? w.last_rows : kRows;
   it.sequence = w.sequence;
   it.v_head = w.v_head;
+  it.reverse = reverse;
+  it.initial = w.start == QLA_START_INITIAL;
+  it.start_index = it.end_index = w.v_head;
   if (reverse) {
+    it.warmup = 0;
     it.start = high < end ? kFromBuffer : p.dht.data ? kFromCaller : kFromZero;
     it.end = low > w.slot ? kToBuffer : p.dh0.data ? kToCaller : kToNowhere;
   } else {
-    it.start = low > w.slot ? kFromBuffer : w.start == QLA_START_INITIAL ? kFromCaller : kFromZero;
+    it.warmup = p.kinds == kStateOnly ? it.chunks : 0;
+    it.start = low > w.slot ? kFromBuffer : it.initial ? kFromCaller : kFromZero;
+    if (low > w.slot) it.start_index += low / p.boundary_slots * p.num_v_heads;
     it.end = kToNowhere;
   }
   return it;

@@ -1,7 +1,8 @@
 // backward_passes - the state pass (F4)(F5)(F8)(F9) and the reverse pass (B1)-(B4) as two kinds of work items in one launch:
 // neither needs the other.
-//   grid: two clusters an item pair: even clusters take state items, odd ones reverse items; the CTAs of a cluster are the two
-//   halves of V of one value head. What they share (K, Q, Abar, Pg, gate vectors) each loads a half of, for both, by multicast.
+//   grid: a cluster an item; uncut, even clusters take state items, odd ones reverse items; cut, what the list says. The CTAs of
+//   a cluster are the two halves of V of one value head. What they share (K, Q, Abar, Pg, gate vectors) each loads a half of, for
+//   both, by multicast.
 //
 // Roles      warps  owns                            per chunk
 //   product  0-3    S^T or dS^T, 64 x 128 fp32      state_item.cuh, reverse_item.cuh
@@ -35,7 +36,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t base = ptx::shared_address(smem);
   const int cluster = blockIdx.x / kCluster, rank = int(ptx::cluster_rank());
-  const bool reverse = p.kinds == kBoth && cluster % 2;
+  bool reverse = p.kinds == kBoth && cluster % 2;
+  PassItem it;
+  if (p.cut_items) {  // the kind of item is known only when it is there
+    ptx::grid_dependency_launch();
+    ptx::grid_dependency_wait();
+    if (cluster >= *p.num_cut_items) return;  // both CTAs of the cluster
+    it = p.cut_items[cluster];
+    reverse = it.reverse;
+  }
   const int stages = reverse ? kReverseStages : kStateStages, stage_bytes = reverse ? kReverseStage : kStateStage;
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; s++) {
@@ -55,16 +64,17 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   __syncthreads();
   ptx::cluster_arrive();
   ptx::cluster_wait();
-  ptx::grid_dependency_launch();
-  ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
-  const WorkItem& work = p.items[p.kinds == kBoth ? cluster / 2 : cluster];
-  const Item it = make_item(work, p, reverse);
+  if (!p.cut_items) {
+    ptx::grid_dependency_launch();
+    ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
+    it = make_item(p.items[p.kinds == kBoth ? cluster / 2 : cluster], p, reverse);
+  }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (it.chunks < 0) {
     // nothing of this sequence in the range
   } else if (warp < kProductThreads / 32) {
     if (reverse)
-      reverse_item<T>(p, it, base, rank, work.start == QLA_START_INITIAL);
+      reverse_item<T>(p, it, base, rank);
     else
       state_item<T>(p, it, base, rank);
   } else if (warp == kProductThreads / 32) {
@@ -76,7 +86,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else if (reverse) {
     store_reverse_item(p, maps, it, base, rank, lane);
-  } else if (lane == 0 && p.kinds == kBoth) {
+  } else if (lane == 0) {
     store_state_item(p, it, base, rank);
   }
   __syncwarp();

@@ -16,7 +16,7 @@ cudaError_t launch(const CUtensorMap& k, const CUtensorMap& q, const CUtensorMap
                    const CUtensorMap& dv, const Params& params, int32_t dtype, cudaStream_t stream) {
   if (params.num_items == 0) return cudaSuccess;
   const Maps maps{k, q, v, d_o, dv};
-  const dim3 grid(unsigned(params.num_items) * kCluster * (params.kinds == kBoth ? 2 : 1));
+  const dim3 grid(unsigned(params.num_items) * kCluster * (params.kinds == kBoth && !params.cut_items ? 2 : 1));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -1,5 +1,6 @@
 // Reverse pass of one run of chunks, one value head, half of V: (B1)-(B4) with dS^T in registers, from the highest chunk down.
-// Writes dS+ of each chunk and dR = dV. The product dO^T Pg of the chunk ahead runs under the last product of this one.
+// Writes dS+ of each chunk and dR = dV, behind the warm-up. The product dO^T Pg of the chunk ahead runs under the last product of
+// this one.
 #pragma once
 
 #include "cuda/kernels/backward_passes/common.cuh"
@@ -7,13 +8,13 @@
 namespace qla::cuda::backward_passes {
 
 template <typename T>
-__device__ __forceinline__ void reverse_item(const Params& p, const Item& it, uint32_t base, int part, bool from_caller) {
+__device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it, uint32_t base, int part) {
   const Lane l{int(threadIdx.x % 32), int(threadIdx.x / 32)};
   float s[64];  // dS^T
   if (it.start == kFromCaller)
     read_caller(s, p.dht, it.sequence, it.v_head, part, l);
   else if (it.start == kFromBuffer)
-    read_buffer(s, p.carry_in, buffer_at(p, 0, it.v_head, part, l));
+    read_buffer(s, p.carry_in, buffer_at(it.start_index, part, l));
   else
 #pragma unroll
     for (int i = 0; i < 64; i++) s[i] = 0.f;
@@ -57,7 +58,8 @@ __device__ __forceinline__ void reverse_item(const Params& p, const Item& it, ui
     pack_state(base, true);
     ptx::wgmma_wait();
     for (int i = 0; i < it.chunks; i++) {
-      const uint32_t st = base + ring.stage * kReverseStage, out = base + kOut + (i & 1) * kOutBuffer,
+      const int stored = i - it.warmup;  // chunks stored before this one; negative: nothing of this one is
+      const uint32_t st = base + ring.stage * kReverseStage, out = base + kOut + (stored & 1) * kOutBuffer,
                      vec = st + kReverseVec + l.lane % 4 * 8;
       uint32_t og[16];
       float e[32];
@@ -84,9 +86,11 @@ __device__ __forceinline__ void reverse_item(const Params& p, const Item& it, ui
       ptx::wgmma_commit();
 #pragma unroll
       for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecE * 4 + n * 32);
-      wait_output(base, i);
+      if (stored >= 0) {
+        wait_output(base, stored);
 #pragma unroll
-      for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(out, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
+        for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(out, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
+      }
       ptx::wgmma_wait<1>();  // dE
       uint32_t df[16];
 #pragma unroll
@@ -123,10 +127,12 @@ __device__ __forceinline__ void reverse_item(const Params& p, const Item& it, ui
       ptx::wgmma_commit();
       product_p(next);
       pack_operand<T>(ro, r);
+      if (stored >= 0) {
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        ptx::stmatrix_x4_trans(l.transposed(out + kSnapshotHalf, j), ro[4 * j], ro[4 * j + 1], ro[4 * j + 2], ro[4 * j + 3]);
-      publish_output(base, i, l.lane);
+        for (int j = 0; j < 4; j++)
+          ptx::stmatrix_x4_trans(l.transposed(out + kSnapshotHalf, j), ro[4 * j], ro[4 * j + 1], ro[4 * j + 2], ro[4 * j + 3]);
+        publish_output(base, stored, l.lane);
+      }
       ptx::wgmma_wait<1>();  // dS is final; the next chunk's dO^T Pg is still in flight
       release(stage, l.lane);
       pack_state(next, more);
@@ -134,13 +140,14 @@ __device__ __forceinline__ void reverse_item(const Params& p, const Item& it, ui
     }
   }
   if (it.end == kToCaller)
-    write_caller(s, p.dh0, it.sequence, it.v_head, part, l, p.mask_dh0 && !from_caller);
+    write_caller(s, p.dh0, it.sequence, it.v_head, part, l, p.mask_dh0 && !it.initial);
   else if (it.end == kToBuffer)
-    write_buffer(s, p.carry_out, buffer_at(p, 0, it.v_head, part, l));
+    write_buffer(s, p.carry_out, buffer_at(it.end_index, part, l));
 }
 
 template <typename T>
-__device__ __forceinline__ void load_reverse_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int rank) {
+__device__ __forceinline__ void load_reverse_item(const Params& p, const Maps& maps, const PassItem& it, uint32_t base,
+                                                  int rank) {
   Ring<kReverseStages> ring;
   const int token = int(it.token), batch = token / p.rows_per_batch, row = token % p.rows_per_batch;
   for (int c = it.chunks - 1; c >= 0; c--) {
@@ -158,11 +165,11 @@ __device__ __forceinline__ void load_reverse_item(const Params& p, const Maps& m
 }
 
 // The store warp. Rows of a tail chunk go to dV by ordinary stores: a box would overwrite the next sequence.
-__device__ __forceinline__ void store_reverse_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int part,
+__device__ __forceinline__ void store_reverse_item(const Params& p, const Maps& maps, const PassItem& it, uint32_t base, int part,
                                                    int lane) {
   const int token = int(it.token), batch = token / p.rows_per_batch, row = token % p.rows_per_batch;
-  for (int i = 0; i < it.chunks; i++) {
-    const int c = it.chunks - 1 - i, rows = i == 0 ? it.last_rows : kRows;
+  for (int i = 0; i < it.chunks - it.warmup; i++) {
+    const int c = it.chunks - it.warmup - 1 - i, rows = c + 1 == it.chunks ? it.last_rows : kRows;
     const uint32_t out = base + kOut + (i & 1) * kOutBuffer, panel = out + kSnapshotHalf;
     const int64_t at = int64_t(it.slot + c - p.first_slot) * p.num_v_heads + it.v_head;
     ptx::mbarrier_wait(out_full_bar(base, i & 1), i / 2 % 2);

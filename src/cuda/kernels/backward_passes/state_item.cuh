@@ -1,5 +1,5 @@
 // State pass of one run of chunks, one value head, half of V: (F4) (F5) (F8) (F9) with S^T in registers. Writes S before each
-// chunk and Delta.
+// chunk and Delta, behind the warm-up. From S = I with V = 0 its last state is the transition M (C2).
 #pragma once
 
 #include "cuda/kernels/backward_passes/common.cuh"
@@ -7,23 +7,25 @@
 namespace qla::cuda::backward_passes {
 
 template <typename T>
-__device__ __forceinline__ void state_item(const Params& p, const Item& it, uint32_t base, int part) {
+__device__ __forceinline__ void state_item(const Params& p, const PassItem& it, uint32_t base, int part) {
   const Lane l{int(threadIdx.x % 32), int(threadIdx.x / 32)};
-  const bool output = p.kinds == kBoth;
   float s[64];
   if (it.start == kFromCaller)
     read_caller(s, p.h0, it.sequence, it.v_head, part, l);
   else if (it.start == kFromBuffer)
-    read_buffer(s, p.boundary, buffer_at(p, it.slot / p.boundary_slots, it.v_head, part, l));
+    read_buffer(s, p.boundary, buffer_at(it.start_index, part, l));
   else
 #pragma unroll
-    for (int i = 0; i < 64; i++) s[i] = 0.f;
+    for (int i = 0; i < 64; i++) {
+      const int v = kHalf * part + fragment_row(l.warp, l.lane) + i / 2 % 2 * 8, k = fragment_col(l.lane) + i / 4 * 8 + i % 2;
+      s[i] = it.start == kFromIdentity && v == k ? 1.f : 0.f;
+    }
   Ring<kStateStages> ring;
   const Release release(base, l.lane);
   for (int c = 0; c < it.chunks; c++) {
-    const uint32_t st = base + ring.stage * kStateStage, out = base + kOut + (c & 1) * kOutBuffer,
+    const int stored = c - it.warmup;  // chunks stored before this one; negative: nothing of this one is
+    const uint32_t st = base + ring.stage * kStateStage, out = base + kOut + (stored & 1) * kOutBuffer,
                    vec = st + kStateVec + l.lane % 4 * 8;
-    const int slot = it.slot + c;
     ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
     if (c + 1 == it.chunks && it.last_rows < kRows) {
       zero_rows(st, 2, it.last_rows);
@@ -31,8 +33,8 @@ __device__ __forceinline__ void state_item(const Params& p, const Item& it, uint
       ptx::proxy_fence();
       ptx::named_sync(1, kProductThreads);
     }
-    if (!output && c && slot % p.boundary_slots == 0)
-      write_buffer(s, p.boundary, buffer_at(p, slot / p.boundary_slots, it.v_head, part, l));
+    if (p.kinds == kStateOnly && c && (it.slot + c) % p.boundary_slots == 0)
+      write_buffer(s, p.boundary, buffer_at((it.slot + c) / p.boundary_slots * p.num_v_heads + it.v_head, part, l));
     uint32_t sf[32];
     pack_operand<T>(sf, s);
     const float gamma_c = ptx::lds(st + kStateVec + (kVecGamma + 63) * 4);
@@ -48,11 +50,15 @@ __device__ __forceinline__ void state_item(const Params& p, const Item& it, uint
 #pragma unroll
     for (int j = 0; j < 4; j++)
       ptx::ldmatrix_x4_trans(l.transposed(st + kStateV, j), vt[4 * j], vt[4 * j + 1], vt[4 * j + 2], vt[4 * j + 3]);
+    if (it.start == kFromIdentity) {
+#pragma unroll
+      for (int j = 0; j < 16; j++) vt[j] = 0;
+    }
     float2 gk[8], ge[8];
 #pragma unroll
     for (int n = 0; n < 8; n++) gk[n] = ptx::lds2(vec + kVecK * 4 + n * 32);
-    if (output) {
-      wait_output(base, c);
+    if (stored >= 0) {
+      wait_output(base, stored);
 #pragma unroll
       for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(out, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
     }
@@ -82,22 +88,24 @@ __device__ __forceinline__ void state_item(const Params& p, const Item& it, uint
 #pragma unroll
     for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(s, ef + 4 * k, descriptor_mn_major(st + k * 2048, kPanel), 1);  // (F9)
     ptx::wgmma_commit();
-    if (output) {
+    if (stored >= 0) {
       uint32_t df[16];
       pack_operand<T>(df, d);
 #pragma unroll
       for (int j = 0; j < 4; j++)
         ptx::stmatrix_x4_trans(l.transposed(out + kSnapshotHalf, j), df[4 * j], df[4 * j + 1], df[4 * j + 2], df[4 * j + 3]);
-      publish_output(base, c, l.lane);
+      publish_output(base, stored, l.lane);
     }
     ptx::wgmma_wait();
     release(ring.stage, l.lane);
     ring.advance();
   }
+  if (it.end == kToBuffer) write_buffer(s, p.boundary, buffer_at(it.end_index, part, l));
+  if (it.start == kFromIdentity) write_transposed(s, p.boundary, it.end_index + p.most_states, part, l);
 }
 
 template <typename T>
-__device__ __forceinline__ void load_state_item(const Params& p, const Maps& maps, const Item& it, uint32_t base, int rank) {
+__device__ __forceinline__ void load_state_item(const Params& p, const Maps& maps, const PassItem& it, uint32_t base, int rank) {
   Ring<kStateStages> ring;
   const int token = int(it.token), batch = token / p.rows_per_batch, row = token % p.rows_per_batch;
   for (int c = 0; c < it.chunks; c++) {
@@ -112,16 +120,16 @@ __device__ __forceinline__ void load_state_item(const Params& p, const Maps& map
 }
 
 // one thread of the store warp
-__device__ __forceinline__ void store_state_item(const Params& p, const Item& it, uint32_t base, int part) {
-  for (int c = 0; c < it.chunks; c++) {
-    const uint32_t out = base + kOut + (c & 1) * kOutBuffer;
-    const int64_t at = int64_t(it.slot + c - p.first_slot) * p.num_v_heads + it.v_head;
-    ptx::mbarrier_wait(out_full_bar(base, c & 1), c / 2 % 2);
+__device__ __forceinline__ void store_state_item(const Params& p, const PassItem& it, uint32_t base, int part) {
+  for (int i = 0; i < it.chunks - it.warmup; i++) {
+    const uint32_t out = base + kOut + (i & 1) * kOutBuffer;
+    const int64_t at = int64_t(it.slot + it.warmup + i - p.first_slot) * p.num_v_heads + it.v_head;
+    ptx::mbarrier_wait(out_full_bar(base, i & 1), i / 2 % 2);
     ptx::bulk_store(p.state + at * kSnapshotBytes + part * kSnapshotHalf, out, kSnapshotHalf);
     ptx::bulk_store(p.delta + at * kDeltaBytes + part * kPanel, out + kSnapshotHalf, kPanel);
     ptx::bulk_commit();
     ptx::bulk_wait_read<1>();
-    if (c) ptx::mbarrier_arrive(out_empty_bar(base, (c & 1) ^ 1));  // the buffer of the chunk before has been read
+    if (i) ptx::mbarrier_arrive(out_empty_bar(base, (i & 1) ^ 1));  // the buffer of the chunk before has been read
   }
   ptx::bulk_wait();
 }

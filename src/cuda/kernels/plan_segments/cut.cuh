@@ -43,7 +43,8 @@ struct CutShared {
   Unit units[kStagedUnits];
 };
 
-__device__ __forceinline__ Job job_at(const CutArgs& a, int32_t index) {
+template <class A>  // CutArgs or PassCutArgs
+__device__ __forceinline__ Job job_at(const A& a, int32_t index) {
   Job job;
   job.sequence = index / a.plan.num_v_heads;
   job.head = index - job.sequence * a.plan.num_v_heads;
@@ -85,7 +86,9 @@ __device__ __forceinline__ int32_t block_exclusive_sum(int32_t x, int32_t* scan,
   return before;
 }
 
-__device__ __forceinline__ void store_item(WorkItem* to, const WorkItem& item) {
+template <class Item>  // WorkItem or PassItem
+__device__ __forceinline__ void store_item(Item* to, const Item& item) {
+  static_assert(sizeof(Item) == 64);
 #pragma unroll
   for (int w = 0; w < 4; w++) reinterpret_cast<int4*>(to)[w] = reinterpret_cast<const int4*>(&item)[w];
 }

@@ -3,23 +3,15 @@
 #include <algorithm>
 
 #include "cuda/kernels/plan_segments/cut.cuh"
+#include "cuda/kernels/plan_segments/cut_passes.cuh"
 #include "cuda/kernels/plan_segments/kernel.cuh"
 
 namespace qla::cuda::segments {
 namespace {
 constexpr int64_t kStagedBytes = 160 * 1024;
-}
 
-cudaError_t prepare() { return cudaFuncSetAttribute(cut_items, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kStagedBytes)); }
-
-cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream) {
-  const int64_t work = std::max<int64_t>(args.slots, args.num_seqs);
-  const int64_t ctas = std::clamp<int64_t>((work + kThreads - 1) / kThreads, 1, 2 * multiprocessors);
-  plan_segments<<<unsigned(ctas), kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
-}
-
-cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) {
+template <class A>
+cudaError_t launch_one_cta(void (*kernel)(A), A& args, cudaStream_t stream) {
   const int64_t bytes = int64_t(args.plan.slots) * args.plan.num_v_heads * int64_t(sizeof(float));
   args.staged = bytes <= kStagedBytes;
   cudaLaunchAttribute attribute{};
@@ -32,7 +24,23 @@ cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, cut_items, args);
+  return cudaLaunchKernelEx(&config, kernel, args);
 }
+}  // namespace
+
+cudaError_t prepare() {
+  const cudaError_t e = cudaFuncSetAttribute(cut_items, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kStagedBytes));
+  return e != cudaSuccess ? e : cudaFuncSetAttribute(cut_passes, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kStagedBytes));
+}
+
+cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream) {
+  const int64_t work = std::max<int64_t>(args.slots, args.num_seqs);
+  const int64_t ctas = std::clamp<int64_t>((work + kThreads - 1) / kThreads, 1, 2 * multiprocessors);
+  plan_segments<<<unsigned(ctas), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) { return launch_one_cta(cut_items, args, stream); }
+cudaError_t launch_cut_passes(PassCutArgs& args, cudaStream_t stream) { return launch_one_cta(cut_passes, args, stream); }
 
 }  // namespace qla::cuda::segments

@@ -1,4 +1,4 @@
-// plan_segments: launches. CutArgs is in cut.hpp.
+// plan_segments: launches. CutArgs and PassCutArgs are in cut.hpp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,5 +12,7 @@ cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream);
 // after chunk_intra, where sequences are cut
 struct CutArgs;
 cudaError_t launch_cut(CutArgs& args, cudaStream_t stream);
+struct PassCutArgs;
+cudaError_t launch_cut_passes(PassCutArgs& args, cudaStream_t stream);
 
 }  // namespace qla::cuda::segments

@@ -1,0 +1,84 @@
+// A device's choice for backward: whether sequences are cut for its state and reverse pass, and how long segments are. From
+// shapes alone, as choose.hpp does for forward.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "plan/choose.hpp"
+
+namespace qla::plan {
+
+// Microseconds of the two passes, whole launches (decision 0073). A pair of multiprocessors takes one item, half of V each.
+inline float estimate_passes(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile,
+                             int64_t segment_chunks) {
+  const float pairs = static_cast<float>(costs.num_sms) / 2, heads = static_cast<float>(shape.num_v_heads);
+  const float exact_heads =
+      policy.mode == QLA_CP_EXACT ? heads : static_cast<float>(static_cast<int64_t>(heads * kAssumedExactShare + 0.5f));
+  Load first, second;  // launches
+  float first_chunks = 0, second_chunks = 0;
+  int64_t longest_chain = 0;
+  const auto add = [&](Load& load, float& chunks, float count, float length) {  // of both passes
+    load.add(count, length * costs.state_half + costs.item);
+    load.add(count, length * costs.reverse_half + costs.item);
+    chunks += count * length;
+  };
+  for (int32_t i = 0; i < profile.num_kinds; ++i) {
+    const Profile::Kind& kind = profile.kinds[i];
+    const int64_t pieces = segment_chunks > 0 ? std::max<int64_t>(1, ceil_div(kind.chunks, segment_chunks)) : 1;
+    const float count = static_cast<float>(kind.count), length = static_cast<float>(ceil_div(kind.chunks, pieces));
+    add(first, first_chunks, count * heads, length);  // each walk's own first segment
+    if (pieces == 1) continue;
+    const float later = static_cast<float>(pieces - 1), moved = count * exact_heads * (later - 1);
+    add(first, first_chunks, count * (heads - exact_heads) * later, length + static_cast<float>(kAssumedWarmup));
+    first.add(2 * moved, length * costs.state_half + costs.item);  // S_ext, M
+    first.add(moved, length * costs.reverse_half + costs.item);    // dS_ext
+    add(second, second_chunks, count * exact_heads * later, length);
+    if (exact_heads > 0) longest_chain = std::max(longest_chain, pieces - 2);
+  }
+  const float memory = costs.passes / static_cast<float>(costs.num_sms);
+  float us = std::max(first.makespan(pairs), first_chunks * memory);
+  if (segment_chunks > 0)
+    us += std::max(second.makespan(pairs), second_chunks * memory) + static_cast<float>(longest_chain) * costs.merge + costs.cut;
+  return us;
+}
+
+inline Choice choose_backward(const DeviceCosts& costs, const Shape& shape, const Policy& policy) {
+  const Profiles profiles = profiles_of(shape);
+  const int64_t total = shape.total_chunks();
+  int64_t longest = 0;
+  for (int32_t i = 0; i < profiles.count; ++i) longest = std::max(longest, profiles.all[i].kinds[0].chunks);
+  int64_t best = 0;
+  float best_us = 0;
+  const auto consider = [&](int64_t segment_chunks) {
+    float us = 0;
+    for (int32_t i = 0; i < profiles.count; ++i)
+      us += profiles.all[i].weight * estimate_passes(costs, shape, policy, profiles.all[i], segment_chunks);
+    if (best_us == 0 || us < best_us) best = segment_chunks, best_us = us;
+  };
+  // A batch-invariant backward is not cut: whether it may be would depend on the workspace, so on what the call holds beside it.
+  const bool cuts = shape.may_cut && policy.mode != QLA_CP_OFF && !policy.batch_invariant;
+  if (cuts && policy.mode == QLA_CP_FIXED) {
+    consider(policy.fixed_chunks);
+  } else {
+    consider(0);
+    for (const int64_t pieces : {2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128}) {
+      const int64_t length = ceil_div(total, pieces);
+      if (!cuts || length < kLeastSegmentChunks || pieces * shape.num_v_heads > 2 * costs.num_sms) break;
+      if (length < longest) consider(length);
+    }
+  }
+  Choice choice;
+  choice.value_splits = 2;
+  choice.predicted_us = best_us + parallel_cost(costs, shape, {0, 2, false}, static_cast<float>(total));
+  choice.rule = rule_for(policy, best);
+  choice.rule.max_warmup_chunks = std::max<int64_t>(kAssumedWarmup, best / 2);
+  choice.reason = policy.mode == QLA_CP_OFF                              ? Reason::Off
+                  : cuts && policy.mode == QLA_CP_FIXED                  ? Reason::Fixed
+                  : best > 0                                             ? Reason::Segments
+                  : shape.seqs() * shape.num_v_heads * 4 > costs.num_sms ? Reason::CardFull
+                                                                         : Reason::NothingToCut;
+  return choice;
+}
+
+}  // namespace qla::plan

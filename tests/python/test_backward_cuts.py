@@ -1,0 +1,167 @@
+"""Context parallelism in the backward: every gradient with sequences cut, by warm-up and by merges in both directions, against the uncut
+one and the float64 recurrence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qla.ops  # noqa: F401  (defines the operators)
+from common import LIMITS, Device, reference, upstream
+from qla import _ffi
+from qla.testing import relative_l2
+
+NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
+OFF = (_ffi.CP_OFF, 0, None)
+
+
+def backward(
+    inputs: dict[str, Any], do: Tensor, dht: Tensor | None, cut: tuple[int, int, float | None], mib: int = 0
+) -> list[Tensor]:
+    """The gradients by the operator, which takes a warm-up threshold: -inf merges every boundary."""
+    cp_mode, chunks, threshold = cut
+    h0 = inputs.get("initial_state")
+    arguments = [inputs[n] for n in ("q", "k", "v", "g", "beta")] + [
+        h0,
+        inputs.get("cu_seqlens"),
+        None,
+        None,
+        None,
+        None,
+        do,
+        dht,
+    ]
+    needs = 0b111111 if h0 is not None else 0b011111
+    flags = _ffi.FLAG_QK_L2NORM if inputs.get("norm") else 0
+    grads = torch.ops.qla.gdn_backward(*arguments, 128**-0.5, flags, cp_mode, chunks, threshold, needs, mib << 20)
+    return list(grads[: 6 if h0 is not None else 5])
+
+
+def truth(inputs: dict[str, Any], do: Tensor, dht: Tensor | None) -> list[Tensor]:
+    named = {n: x for n, x in inputs.items() if n not in ("norm", "cu_seqlens")}
+    cu = inputs.get("cu_seqlens")
+    out = reference(
+        named, do, dht, scale=128**-0.5, use_qk_l2norm_in_kernel=inputs["norm"], cu_seqlens=None if cu is None else cu.tolist()
+    )
+    return [out[n] for n in NAMES if n in out]
+
+
+def gates(inputs: dict[str, Any], low: float, high: float, never: tuple[int, ...]) -> None:
+    """Log gates of one token between low and high; heads that never forget."""
+    inputs["g"] = inputs["g"].uniform_(low, high)
+    for head in never:
+        inputs["g"][:, :, head] = 0
+
+
+def near_threshold(device: Device, factor: float) -> float:
+    """The gate at which one chunk just reaches the warm-up threshold of this type, times factor."""
+    return (-18 if device.name == "cpu" else -10) / 64 * factor
+
+
+CASES = {
+    "one sequence": {"lengths": (400,)},
+    "a chunk in the middle": {"lengths": (300, 64, 410)},
+    "a token in the middle, no h0": {"lengths": (300, 1, 257), "h0": False},
+    "an empty one in the middle": {"lengths": (130, 0, 200)},
+    "no dht": {"lengths": (500,), "dht": False},
+    "dht only": {"lengths": (260,), "h0": False, "do": False},
+    "strong gates": {"lengths": (450,), "gates": (-3.0, -1.0)},
+    "slow gates, all heads": {"lengths": (450,), "gates": (-0.02, -0.001), "never": ()},
+    "large h0": {"lengths": (450,), "gates": (-0.35, -0.3), "size": 1e4},
+    "long keys, not normalised": {"lengths": (256,), "gates": (-0.6, -0.4), "keys": 1.2, "never": ()},
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", [*CASES, "just above the threshold", "just below the threshold"])
+def test_cut_backward(device: Device, name: str, chunks: int) -> None:
+    case: dict[str, Any] = CASES.get(name, {"lengths": (450,), "never": (1,)})
+    lengths = case["lengths"]
+    inputs: dict[str, Any] = device.inputs(sum(lengths), seed=1107)
+    inputs.pop("initial_state", None)
+    inputs["norm"] = "keys" not in case
+    if not inputs["norm"]:
+        for n in ("q", "k"):
+            inputs[n] = (torch.nn.functional.normalize(inputs[n].float(), dim=-1) * case["keys"]).to(device.dtype)
+    low, high = case.get("gates", (-0.3, 0.0))
+    if "threshold" in name:  # two chunks' worth, a little to either side
+        low = high = near_threshold(device, 0.5 * (1.01 if "above" in name else 0.99))
+    gates(inputs, low, high, case.get("never", (0,)))
+    if len(lengths) > 1:
+        inputs["cu_seqlens"] = device.cu(*(sum(lengths[:i]) for i in range(len(lengths) + 1)))
+    do, dht = upstream(inputs, len(lengths))
+    if case.get("h0", True):
+        inputs["initial_state"] = torch.randn_like(dht) * case.get("size", 1.0)
+    if not case.get("do", True):
+        do.zero_()
+    final = dht if case.get("dht", True) else None
+
+    want = truth(inputs, do, final)
+    uncut = [relative_l2(x, y) for x, y in zip(backward(inputs, do, final, OFF), want)]
+    for threshold in (None, -math.inf):
+        cut = (_ffi.CP_FIXED, chunks, threshold)
+        got = backward(inputs, do, final, cut)
+        for grad, x, y, error in zip(NAMES, got, want, uncut):
+            now = relative_l2(x, y)
+            assert now <= max(2 * error, LIMITS[device.dtype][1] / 10), f"{grad}: {now:.3g} cut, {error:.3g} uncut"
+        for x, y in zip(got, backward(inputs, do, final, cut)):
+            assert torch.equal(x, y), "two runs differ"
+
+
+def test_ranges_equal_one_range(device: Device) -> None:
+    """A workspace that holds few chunks' snapshots: the same bits, with states and gradients carried from range to range."""
+    if device.name == "cpu":
+        pytest.skip("the CPU has no ranges")
+    for lengths in ((1500,), (700, 30, 1000, 0, 64)):
+        inputs: dict[str, Any] = device.inputs(sum(lengths), seed=1207)
+        inputs["norm"] = True
+        if len(lengths) > 1:
+            inputs["cu_seqlens"] = device.cu(*(sum(lengths[:i]) for i in range(len(lengths) + 1)))
+        do, dht = upstream(inputs, len(lengths))
+        inputs["initial_state"] = torch.randn_like(dht)
+        one = backward(inputs, do, dht, OFF, 4096)
+        for mib in (1, 8, 12):
+            for grad, x, y in zip(NAMES, backward(inputs, do, dht, OFF, mib), one):
+                assert torch.equal(x, y), f"{grad} with {mib} MiB"
+
+
+def test_one_graph_serves_any_boundaries_and_gates(device: Device) -> None:
+    if device.name == "cpu":
+        pytest.skip("no graphs on the CPU")
+    tokens, sequences = 8192, 3
+    make = torch.Generator(device="cuda").manual_seed(3)
+
+    def data() -> dict[str, Any]:
+        inputs: dict[str, Any] = device.inputs(tokens, seed=int(torch.randint(1 << 20, (1,), generator=make, device="cuda")))
+        pace = torch.tensor([0.0, 1.0, 0.05, 8.0], device="cuda")[torch.randperm(4, generator=make, device="cuda")]
+        inputs["g"] = torch.nn.functional.logsigmoid(torch.randn(1, tokens, 4, generator=make, device="cuda")) / 16 * pace
+        ends = torch.sort(torch.randint(0, tokens + 1, (sequences,), generator=make, device="cuda")).values
+        inputs["cu_seqlens"] = torch.cat([torch.zeros_like(ends[:1]), ends]).int()
+        inputs["do"], inputs["dht"] = upstream(inputs, sequences)
+        inputs["initial_state"] = torch.randn(inputs["dht"].shape, generator=make, device="cuda")
+        inputs["norm"] = True
+        return inputs
+
+    def call(x: dict[str, Any]) -> list[Tensor]:
+        return backward(x, x["do"], x["dht"], (_ffi.CP_AUTO, 0, None))
+
+    fixed = data()
+    call(fixed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(fixed)
+    for _ in range(100):
+        now = data()
+        for n, x in now.items():
+            if isinstance(x, Tensor):
+                fixed[n].copy_(x)
+        graph.replay()
+        for grad, x, y in zip(NAMES, out, call(now)):
+            assert torch.equal(x, y), f"{grad}: the graph and an eager call differ"
+        uncut = backward(now, now["do"], now["dht"], OFF)
+        for grad, x, y in zip(NAMES, out, uncut):
+            assert relative_l2(x, y) <= LIMITS[device.dtype][1], grad
