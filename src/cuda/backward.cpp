@@ -77,6 +77,7 @@ BackwardNeeds needs_of(const qla_gdn_backward_args& args, const Problem& p, Look
   n.copy_d_o = !addressable(args.d_o, p, look);
   n.scratch_dv = !addressable(args.dv, p, look);
   n.gate_partials = present(args.dA_log) || present(args.ddt_bias);
+  if (present(args.saved)) n.saved = args.saved.data;
   return n;
 }
 
@@ -140,10 +141,12 @@ segments::Args plan_args(const qla_gdn_backward_args& args, const Problem& p, co
 intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, const BackwardBuffers& b, const Device& device) {
   intra::Args a = cuda::intra_args(args, p, p.chunk_slots(), device);
   a.chunk_table = b.chunk_table;
-  a.abar = b.saved.abar;
   a.pg = b.pg;
-  a.vec = b.saved.vec;
-  a.vec_backward = 1;
+  if (!present(args.saved)) {  // else forward has left Abar and the vectors there
+    a.abar = b.saved.abar;
+    a.vec = b.saved.vec;
+    a.vec_backward = 1;
+  }
   a.decay = b.decay;
   return a;
 }

@@ -17,6 +17,7 @@ struct BackwardNeeds {      // read off the arguments
   bool copy_d_o = false;    // tensor copies cannot address it, or there is none
   bool scratch_dv = false;  // the same for dv, or it is of another type
   bool gate_partials = false;
+  void* saved = nullptr;  // what forward kept: the caller's
 };
 
 // Where sequences are cut into segments: the rule, and bounds from shapes.
@@ -70,8 +71,12 @@ inline BackwardBuffers lay_out_backward(void* base, const Problem& p, const Back
   b.items = layout.take<WorkItem>(p.num_seqs * heads);
   b.chunk_table = layout.take<ChunkRecord>(slots);
   b.pg = layout.take<uint8_t>(slots * heads * kTileBytes);
-  void* saved = layout.take<uint8_t>(int64_t(lay_out_saved(nullptr, p).bytes));
-  b.saved = lay_out_saved(saved, p);
+  if (needs.saved) {
+    b.saved = lay_out_saved(needs.saved, p);
+  } else {
+    void* inside = layout.take<uint8_t>(int64_t(lay_out_saved(nullptr, p).bytes));
+    b.saved = lay_out_saved(inside, p);
+  }
   b.state = layout.take<uint8_t>(range_slots * heads * kSnapshotBytes);
   b.d_state = layout.take<uint8_t>(range_slots * heads * kSnapshotBytes);
   b.delta = layout.take<uint8_t>(range_slots * heads * kDeltaBytes);

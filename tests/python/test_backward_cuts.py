@@ -20,21 +20,18 @@ OFF = (_ffi.CP_OFF, 0, None)
 
 
 def backward(
-    inputs: dict[str, Any], do: Tensor, dht: Tensor | None, cut: tuple[int, int, float | None], mib: int = 0
+    inputs: dict[str, Any],
+    do: Tensor,
+    dht: Tensor | None,
+    cut: tuple[int, int, float | None],
+    mib: int = 0,
+    saved: Tensor | None = None,
 ) -> list[Tensor]:
     """The gradients by the operator, which takes a warm-up threshold: -inf merges every boundary."""
     cp_mode, chunks, threshold = cut
     h0 = inputs.get("initial_state")
-    arguments = [inputs[n] for n in ("q", "k", "v", "g", "beta")] + [
-        h0,
-        inputs.get("cu_seqlens"),
-        None,
-        None,
-        None,
-        None,
-        do,
-        dht,
-    ]
+    given = [inputs[n] for n in ("q", "k", "v", "g", "beta")]
+    arguments = [*given, h0, inputs.get("cu_seqlens"), None, None, None, saved, do, dht]
     needs = 0b111111 if h0 is not None else 0b011111
     flags = _ffi.FLAG_QK_L2NORM if inputs.get("norm") else 0
     grads = torch.ops.qla.gdn_backward(*arguments, 128**-0.5, flags, cp_mode, chunks, threshold, needs, mib << 20)
@@ -127,6 +124,21 @@ def test_ranges_equal_one_range(device: Device) -> None:
         for mib in (1, 8, 12):
             for grad, x, y in zip(NAMES, backward(inputs, do, dht, OFF, mib), one):
                 assert torch.equal(x, y), f"{grad} with {mib} MiB"
+
+
+def test_what_forward_kept_gives_the_same_bits(device: Device) -> None:
+    """Abar and the gate vectors from forward's buffer, or made again."""
+    for lengths, cut in (((700,), OFF), ((130, 1, 0, 400), OFF), ((450,), (_ffi.CP_FIXED, 2, None))):
+        inputs: dict[str, Any] = device.inputs(sum(lengths), seed=1307)
+        inputs.pop("initial_state", None)
+        inputs["norm"] = True
+        if len(lengths) > 1:
+            inputs["cu_seqlens"] = device.cu(*(sum(lengths[:i]) for i in range(len(lengths) + 1)))
+        do, dht = upstream(inputs, len(lengths))
+        arguments = [inputs[n] for n in ("q", "k", "v", "g", "beta")] + [None, inputs.get("cu_seqlens"), None, None, None]
+        saved = torch.ops.qla.gdn_forward(*arguments, 128**-0.5, _ffi.FLAG_QK_L2NORM, *cut, False, True, 0)[2]
+        for grad, x, y in zip(NAMES, backward(inputs, do, dht, cut, saved=saved), backward(inputs, do, dht, cut)):
+            assert torch.equal(x, y), grad
 
 
 def test_one_graph_serves_any_boundaries_and_gates(device: Device) -> None:

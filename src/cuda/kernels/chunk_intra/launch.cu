@@ -7,12 +7,12 @@
 namespace qla::cuda::intra {
 namespace {
 
-template <typename T, bool WithPg, bool Gated>
+template <typename T, bool WithPg, bool Gated, bool WithAbar = true>
 cudaError_t set_attributes() {
-  return cudaFuncSetAttribute(chunk_intra<T, WithPg, Gated>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+  return cudaFuncSetAttribute(chunk_intra<T, WithPg, Gated, WithAbar>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
 }
 
-template <typename T, bool WithPg, bool Gated>
+template <typename T, bool WithPg, bool Gated, bool WithAbar = true>
 cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args& args, int multiprocessors, bool dependent,
                   cudaStream_t stream) {
   const int64_t per_slot = int64_t(args.num_k_heads) * args.parts, items = args.slots * per_slot;
@@ -31,7 +31,7 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, chunk_intra<T, WithPg, Gated>, map_k, map_q, sized);
+  return cudaLaunchKernelEx(&config, chunk_intra<T, WithPg, Gated, WithAbar>, map_k, map_q, sized);
 }
 
 }  // namespace
@@ -39,13 +39,17 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
 cudaError_t prepare() {
   for (cudaError_t status : {set_attributes<__nv_bfloat16, true, true>(), set_attributes<__nv_bfloat16, false, true>(),
                              set_attributes<__nv_bfloat16, false, false>(), set_attributes<__half, true, true>(),
-                             set_attributes<__half, false, true>(), set_attributes<__half, false, false>()})
+                             set_attributes<__half, false, true>(), set_attributes<__half, false, false>(),
+                             set_attributes<__nv_bfloat16, true, true, false>(), set_attributes<__half, true, true, false>()})
     if (status != cudaSuccess) return status;
   return cudaSuccess;
 }
 
 cudaError_t launch(int32_t dtype, const CUtensorMap& map_k, const CUtensorMap& map_q, const Args& args, int multiprocessors,
                    bool dependent, cudaStream_t stream) {
+  if (!args.abar)
+    return dtype == QLA_BFLOAT16 ? start<__nv_bfloat16, true, true, false>(map_k, map_q, args, multiprocessors, dependent, stream)
+                                 : start<__half, true, true, false>(map_k, map_q, args, multiprocessors, dependent, stream);
   if (dtype == QLA_BFLOAT16)
     return args.pg ? start<__nv_bfloat16, true, true>(map_k, map_q, args, multiprocessors, dependent, stream)
                    : start<__nv_bfloat16, false, true>(map_k, map_q, args, multiprocessors, dependent, stream);
