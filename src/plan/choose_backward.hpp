@@ -9,6 +9,12 @@
 
 namespace qla::plan {
 
+// Of the bytes that the two passes of a chunk move, what S_ext, M and dS_ext read again.
+inline constexpr float kPrePassBytes = 0.6f;
+
+// A cut that promises less than this share of the uncut time is within the model's error of a loss.
+inline constexpr float kWorthACut = 0.97f;
+
 // Microseconds of the two passes, whole launches (decision 0073). A pair of multiprocessors takes one item, half of V each.
 inline float estimate_passes(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile,
                              int64_t segment_chunks) {
@@ -33,6 +39,7 @@ inline float estimate_passes(const DeviceCosts& costs, const Shape& shape, const
     add(first, first_chunks, count * (heads - exact_heads) * later, length + static_cast<float>(kAssumedWarmup));
     first.add(2 * moved, length * costs.state_half + costs.item);  // S_ext, M
     first.add(moved, length * costs.reverse_half + costs.item);    // dS_ext
+    first_chunks += kPrePassBytes * moved * length;
     add(second, second_chunks, count * exact_heads * later, length);
     if (exact_heads > 0) longest_chain = std::max(longest_chain, pieces - 2);
   }
@@ -54,7 +61,7 @@ inline Choice choose_backward(const DeviceCosts& costs, const Shape& shape, cons
     float us = 0;
     for (int32_t i = 0; i < profiles.count; ++i)
       us += profiles.all[i].weight * estimate_passes(costs, shape, policy, profiles.all[i], segment_chunks);
-    if (best_us == 0 || us < best_us) best = segment_chunks, best_us = us;
+    if (best_us == 0 || us < (best == 0 ? kWorthACut : 1.0f) * best_us) best = segment_chunks, best_us = us;
   };
   // A batch-invariant backward is not cut: whether it may be would depend on the workspace, so on what the call holds beside it.
   const bool cuts = shape.may_cut && policy.mode != QLA_CP_OFF && !policy.batch_invariant;

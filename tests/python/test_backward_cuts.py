@@ -177,3 +177,28 @@ def test_one_graph_serves_any_boundaries_and_gates(device: Device) -> None:
         uncut = backward(now, now["do"], now["dht"], OFF)
         for grad, x, y in zip(NAMES, out, uncut):
             assert relative_l2(x, y) <= LIMITS[device.dtype][1], grad
+
+
+def test_a_long_training_step_in_any_number_of_ranges(device: Device) -> None:
+    """262,144 tokens: one range, what the default budget gives, and many ranges have the same bits; cut, they agree within rounding."""
+    if device.name == "cpu":
+        pytest.skip("the CPU has no ranges")
+    tokens, heads, v_heads = 262144, 4, 8
+    make = torch.Generator(device="cuda").manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make, device="cuda").to(device.dtype)
+
+    inputs: dict[str, Any] = {n: normal(1, tokens, heads, 128) for n in ("q", "k")}
+    inputs["v"] = normal(1, tokens, v_heads, 128)
+    inputs["g"] = torch.nn.functional.logsigmoid(normal(1, tokens, v_heads).float()) / 16
+    inputs["g"][:, :, 0] = 0
+    inputs["beta"] = torch.rand(1, tokens, v_heads, generator=make, device="cuda")
+    inputs["norm"] = True
+    do = normal(1, tokens, v_heads, 128)
+    one = backward(inputs, do, None, OFF, 8192)
+    for mib in (0, 700):
+        for grad, x, y in zip(NAMES, backward(inputs, do, None, OFF, mib), one):
+            assert torch.equal(x, y), f"{grad} with {mib or 'the default'} MiB"
+    for grad, x, y in zip(NAMES, backward(inputs, do, None, (_ffi.CP_AUTO, 0, None), 8192), one):
+        assert torch.linalg.vector_norm((x - y).float()) <= LIMITS[device.dtype][1] * torch.linalg.vector_norm(y.float()), grad

@@ -28,7 +28,10 @@ TEST(ChooseBackward, GoldenH200) {
   };
   EXPECT_EQ(row(32768, 1, 2, 4), 32);
   EXPECT_EQ(row(8192, 1, 2, 4), 16);
-  EXPECT_EQ(row(32768, 1, 4, 8), 43);
+  EXPECT_EQ(row(32768, 1, 4, 8), 32);
+  EXPECT_EQ(row(32768, 2, 4, 8), 32);
+  EXPECT_EQ(row(32768, 4, 2, 4), 0);
+  EXPECT_EQ(row(32768, 2, 8, 16), 0);
   EXPECT_EQ(row(32768, 1, 8, 16), 64);
   EXPECT_EQ(row(32768, 1, 16, 32), 0);
   EXPECT_EQ(row(32768, 8, 2, 4), 0);
@@ -71,9 +74,10 @@ TEST(ChooseBackward, BoundsHoldForAnyLengthsAndGates) {
     policy.mode = static_cast<int32_t>(pick(QLA_CP_AUTO, QLA_CP_FIXED));
     policy.fixed_chunks = policy.mode == QLA_CP_FIXED ? pick(1, 20) : 0;
     const Choice choice = choose_backward(kH200, shape, policy);
-    if (policy.mode != QLA_CP_FIXED && choice.rule.segment_chunks)
+    if (policy.mode != QLA_CP_FIXED && choice.rule.segment_chunks > 0) {
       ASSERT_LE(ceil_div(shape.total_chunks(), choice.rule.segment_chunks) * shape.num_v_heads,
                 2 * kH200.num_sms + shape.num_v_heads);
+    }
     const cuda::BackwardCut cut = cuda::cut_of(shape, choice);
     if (choice.rule.segment_chunks == 0) {
       ASSERT_EQ(cut.units, 0);
