@@ -264,6 +264,7 @@ void export_outputs(const Run& r) {
 }
 void export_ungated(const Run& r, const CUtensorMap& map_k) {
   intra::Args a = intra_args(r);
+  a.decay = nullptr;  // the gated stage's, which the cuts are still to read: this one has no gates to sum
   a.a_inv = r.args.a_inv.data;
   for (int i = 0; i < 4; i++) a.a_inv_stride[i] = r.args.a_inv.stride[i];
   check_cuda(intra::launch_ungated(r.p.dtype, map_k, a, r.device.multiprocessors, true, r.stream), "chunk_intra");

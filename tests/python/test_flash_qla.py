@@ -141,6 +141,20 @@ def test_forward_parts(device: Device, v_first: bool, cu: tuple[int, ...] | None
         assert relative_l2(h[0, i].mT if v_first else h[0, i], start[0]) <= limit, (n, begin)
 
 
+@pytest.mark.parametrize("kind", ["qwen", "soft", "zero"])
+def test_parts_of_a_forward_that_is_cut(device: Device, kind: str) -> None:
+    """What is asked for besides changes no bit of the rest: not the plan of a long sequence either, head by head by its own gates."""
+    inputs = device.inputs(16384 if device.name == "cuda" else 1000, (4, 4) if device.name == "cuda" else (1, 2), kind=kind)
+    o, ht = qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    g, a_inv, o_parts, h, ht_parts, _ = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True)
+    assert torch.equal(o_parts, o) and torch.equal(ht_parts, ht)
+    uncut = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True, auto_cp=False)
+    assert torch.equal(g, uncut[0]) and torch.equal(a_inv, uncut[1])
+    assert_close(
+        {"o": o, "ht": ht, "h": h}, {"o": uncut[2].double(), "ht": uncut[4].double(), "h": uncut[3].double()}, device.dtype
+    )
+
+
 def test_forward_defaults(device: Device) -> None:
     inputs = device.inputs(100, batch=2)
     g, a, o, h, ht, cache = flash_qla.chunk_gated_delta_rule_fwd(**inputs)
