@@ -45,14 +45,19 @@ def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> 
     return torch.empty(shape, dtype=dtype, device="cuda").normal_(generator=make)
 
 
-def _big(batch: int, tokens: int, heads: int, v_heads: int, sequences: int | None) -> dict[str, torch.Tensor]:
+def _big(batch: int, tokens: int, heads: int, v_heads: int, sequences: int, kind: str = "soft") -> dict[str, torch.Tensor]:
     q, k = (torch.nn.functional.normalize(_normal(batch, tokens, heads, 128, seed=i), dim=-1) for i in (1, 2))
     inputs = {"q": q, "k": k, "v": _normal(batch, tokens, v_heads, 128, seed=3)}
     inputs["g"] = torch.nn.functional.logsigmoid(_normal(batch, tokens, v_heads, dtype=torch.float32, seed=4)) / 16
     inputs["beta"] = _normal(batch, tokens, v_heads, dtype=torch.float32, seed=5).sigmoid()
-    if sequences is not None:
-        inputs["initial_state"] = _normal(sequences, v_heads, 128, 128, dtype=torch.float32, seed=6)
+    if kind == "zero":
+        inputs["g"].zero_()
+    inputs["initial_state"] = _normal(sequences, v_heads, 128, 128, dtype=torch.float32, seed=6)
     return inputs
+
+
+def _upstream(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return _normal(*inputs["v"].shape, seed=7), _normal(*inputs["initial_state"].shape, dtype=torch.float32, seed=8) / 8
 
 
 def _tokens(inputs: dict[str, torch.Tensor], a: int, b: int) -> dict[str, torch.Tensor]:
@@ -83,8 +88,8 @@ def test_32768_tokens(device: Device, h0: bool, v_first: bool) -> None:
 def test_65536_tokens_without_decay(device: Device, much_memory: None) -> None:
     """Products of transitions over the whole sequence; cut and uncut."""
     _only_cuda(device)
-    inputs = device.inputs(65536, (2, 4), kind="zero")
-    do, dht = upstream(inputs)
+    inputs = _big(1, 65536, 2, 4, 1, "zero")
+    do, dht = _upstream(inputs)
     truth = _truth(inputs, do, dht)
     cut, uncut = (run(inputs, do, dht, auto_cp=auto_cp) for auto_cp in (True, False))
     assert_close(cut, truth, device.dtype)
@@ -96,20 +101,49 @@ def test_65536_tokens_without_decay(device: Device, much_memory: None) -> None:
 @pytest.mark.br(31)
 def test_131072_tokens_without_decay_in_guards(device: Device, much_memory: None) -> None:
     _only_cuda(device)
-    inputs = device.inputs(131072, (2, 4), kind="zero")
+    inputs = _big(1, 131072, 2, 4, 1, "zero")
     guarded, blocks = {}, []
     for name, x in inputs.items():
         block = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
         block[2048:-2048] = x.flatten()
         guarded[name] = block[2048:-2048].view(x.shape)
         blocks.append(block)
-    do, dht = upstream(inputs)
+    do, dht = _upstream(inputs)
     got, plain = run(guarded, do, dht), run(inputs, do, dht)
     assert_equal(got, plain)
     for block in blocks:
         assert block[:2048].isnan().all() and block[-2048:].isnan().all()
-    o, ht = chunked_gated_delta_rule(**inputs)
+    with torch.no_grad():
+        o, ht = chunked_gated_delta_rule(**inputs)
     assert_close(got, {"o": o, "ht": ht}, device.dtype)
+
+
+@pytest.mark.parametrize("kind", ["soft", "zero"])
+def test_a_million_tokens(device: Device, much_memory: None, kind: str) -> None:
+    """Forward and backward, the snapshots in several ranges of chunks; the truth's gradients take more memory than there is."""
+    inputs = _big(1, 2**20, 1, 2, 1, kind)
+    do, dht = _upstream(inputs)
+    got = run(inputs, do, dht)
+    with torch.no_grad():
+        o, ht = chunked_gated_delta_rule(**inputs)
+    assert_close(got, {"o": o, "ht": ht}, device.dtype)
+    tail = 4096  # the last gradients, from the true state before them
+    before, part = _tokens(inputs, 0, 2**20 - tail), _tokens(inputs, 2**20 - tail, 2**20)
+    with torch.no_grad():
+        part["initial_state"] = chunked_gated_delta_rule(**before, initial_state=inputs["initial_state"])[1].float()
+    truth = _truth(part, do[:, -tail:], dht)
+    grads = ("dq", "dk", "dv", "dg", "dbeta")
+    assert_close({n: got[n][:, -tail:] for n in grads}, {n: truth[n] for n in grads}, device.dtype)
+
+
+@pytest.mark.parametrize(("tokens", "mib"), [(8192, 0), (262144, 256)])
+def test_backward_in_ranges_of_chunks(device: Device, much_memory: None, tokens: int, mib: int) -> None:
+    """Less workspace, more ranges, the same bits; 0: as little as there can be."""
+    inputs = _big(1, tokens, 2, 4, 1)
+    do, dht = _upstream(inputs)
+    one = run(inputs, do, dht, auto_cp=False)
+    assert_equal(run(inputs, do, dht, auto_cp=False, backward_mib=mib), one)
+    assert_close(run(inputs, do, dht, backward_mib=mib), _truth(inputs, do, dht) if tokens < 100_000 else one, device.dtype)
 
 
 @pytest.mark.br(37, 38)
@@ -156,7 +190,7 @@ def test_more_than_65535_sequences_times_heads(device: Device, much_memory: None
     _only_cuda(device)
     count = 2050
     inputs = _big(1, 16 * count, 8, 32, count)
-    do, dht = _normal(1, 16 * count, 32, 128, seed=7), _normal(count, 32, 128, 128, dtype=torch.float32, seed=8) / 8
+    do, dht = _upstream(inputs)
     whole = run(inputs, do, dht, cu_seqlens=torch.arange(0, 16 * count + 1, 16, dtype=torch.int32, device="cuda"))
     for first, last in ((0, count // 2), (count // 2, count), (1000, 1004)):
         part = {**_tokens(inputs, 16 * first, 16 * last), "initial_state": inputs["initial_state"][first:last]}
@@ -172,7 +206,7 @@ def test_more_than_65535_sequences_times_heads(device: Device, much_memory: None
 def test_70000_rows_of_one_token(device: Device, much_memory: None) -> None:
     _only_cuda(device)
     inputs = _big(70000, 1, 1, 1, 70000)
-    do, dht = _normal(70000, 1, 1, 128, seed=7), _normal(70000, 1, 128, 128, dtype=torch.float32, seed=8) / 8
+    do, dht = _upstream(inputs)
     whole = run(inputs, do, dht)
     for rows in (slice(0, 8), slice(65530, 65540), slice(69990, 70000)):
         part = {n: x[rows] for n, x in inputs.items()}
@@ -188,7 +222,7 @@ def test_offsets_beyond_two_to_the_31(device: Device, much_memory: None) -> None
     _only_cuda(device)
     tokens, tail = 131136, 256
     inputs = _big(1, tokens, 8, 128, 1)
-    do, dht = _normal(1, tokens, 128, 128, seed=7), _normal(1, 128, 128, 128, dtype=torch.float32, seed=8) / 8
+    do, dht = _upstream(inputs)
     assert do.numel() > 2**31
     whole = run(inputs, do, dht, auto_cp=False)
     before = {**_tokens(inputs, 0, tokens - tail), "initial_state": inputs["initial_state"]}

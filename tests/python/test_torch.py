@@ -221,17 +221,18 @@ def test_two_streams(device: Device) -> None:
     if device.name == "cpu":
         pytest.skip("streams are CUDA's")
     inputs = [device.inputs(2000, seed=i) for i in range(2)]
-    expected = [qla.chunk_gated_delta_rule(**x)[0] for x in inputs]
+    ups = [upstream(x) for x in inputs]
+    expected = [run(x, *up) for x, up in zip(inputs, ups)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     results = []
     for _ in range(10):
-        for stream, x in zip(streams, inputs):
+        for stream, x, up in zip(streams, inputs, ups):
             with torch.cuda.stream(stream):
-                results.append(qla.chunk_gated_delta_rule(**x)[0])
+                results.append(run(x, *up))
     torch.cuda.synchronize()
-    for i, o in enumerate(results):
-        assert torch.equal(o, expected[i % 2])
+    for i, result in enumerate(results):
+        assert_equal(result, expected[i % 2])
 
 
 # ---- compile, export, transforms -------------------------------------------------------------------------------------
