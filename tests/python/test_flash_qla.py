@@ -150,9 +150,8 @@ def test_parts_of_a_forward_that_is_cut(device: Device, kind: str) -> None:
     assert torch.equal(o_parts, o) and torch.equal(ht_parts, ht)
     uncut = flash_qla.chunk_gated_delta_rule_fwd(**inputs, output_h=True, auto_cp=False)
     assert torch.equal(g, uncut[0]) and torch.equal(a_inv, uncut[1])
-    assert_close(
-        {"o": o, "ht": ht, "h": h}, {"o": uncut[2].double(), "ht": uncut[4].double(), "h": uncut[3].double()}, device.dtype
-    )
+    expected = {"o": uncut[2].double(), "ht": uncut[4].double(), "h": uncut[3].double()}
+    assert_close({"o": o, "ht": ht, "h": h}, expected, device.dtype, 2**0.5)  # both have errors of their own
 
 
 def test_forward_defaults(device: Device) -> None:
