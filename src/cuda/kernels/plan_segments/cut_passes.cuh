@@ -80,7 +80,7 @@ struct PassCutter {
       const int j = find_job(u);
       const Job& job = s.jobs[j];
       const int32_t segment = u - s.first_unit[j], end = min(s.first_unit[j + 1], num_units);
-      const bool given = reverse ? a.has_final : job.initial;
+      const bool given = reverse ? a.has_final : job.start == QLA_START_INITIAL;
       qla::plan::Start start{given ? QLA_START_INITIAL : QLA_START_ZERO, 0};
       if (reverse ? u + 1 < end : segment > 0) {
         float total = 0.0f;  // over what lies behind, in walking order
@@ -129,7 +129,7 @@ struct PassCutter {
       item.sequence = job.sequence;
       item.v_head = job.head;
       item.reverse = reverse;
-      item.initial = job.initial;
+      item.initial = job.start == QLA_START_INITIAL;
       item.start = is_merged ? (usable(from) ? kFromBuffer : kFromZero) : start == QLA_START_INITIAL ? kFromCaller : kFromZero;
       item.start_index = is_merged ? from : 0;
       item.end = at_end ? (reverse && a.wants_dh0 ? kToCaller : kToNowhere) : next_merged && !is_merged ? kToBuffer : kToNowhere;
