@@ -273,17 +273,27 @@ void export_ungated(const Run& r, const CUtensorMap& map_k) {
              "zero_padding");
 }
 
+// Whether chunk_intra makes the tables: one launch less for small calls, where launches are what they cost.
+bool plans_inside(const Run& r) {
+  const ForwardCounts& counts = r.plan.counts;
+  return !counts.cut && !counts.fused && counts.ranges == 1 && r.p.total_tokens() > 0 &&
+         direct_plan(r.p, counts.v_parts, r.device);
+}
+
 // plan -> intra-chunk stage -> (cuts, pre-pass, merges) -> recurrence over one range of chunks
 void run_range(const Run& r) {
   const ForwardCounts& counts = r.plan.counts;
   const int multiprocessors = r.device.multiprocessors;
   // Items of an uncut run; where something is cut they are written anew behind the intra-chunk stage, which has the gates.
-  check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream), "plan_segments");
+  const bool inside = plans_inside(r);
+  if (!inside) check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream), "plan_segments");
   if (r.p.total_tokens() > 0 && !r.plan.choice.fused) {
     const bool bf16 = r.p.dtype == QLA_BFLOAT16;
     const CUtensorMap map_k = make_token_map(map_shape(r.args.k), bf16, "k"),
                       map_q = make_token_map(map_shape(r.args.q), bf16, "q");
-    check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra_args(r), multiprocessors, true, r.stream), "chunk_intra");
+    intra::Args intra = intra_args(r);
+    if (inside) intra.plan = plan_args(r), intra.makes_plan = 1;
+    check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside, r.stream), "chunk_intra");
     if (wants_export(r.args)) export_outputs(r);
     if (present(r.args.a_inv)) export_ungated(r, map_k);
   }

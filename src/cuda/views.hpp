@@ -90,6 +90,15 @@ inline int32_t intra_parts(const Problem& p, int64_t slots, const Device& device
   return int32_t(best);
 }
 
+// Whether chunk_intra can make the tables of a whole, uncut call on the way: few sequences, and a CTA for each of its own items,
+// one more for the tables, and one for each work item of the recurrence (whose order then does not matter).
+inline bool direct_plan(const Problem& p, int64_t v_parts, const Device& device) {
+  const int64_t intra_items = p.chunk_slots() * p.num_k_heads * intra_parts(p, p.chunk_slots(), device);
+  return p.num_seqs > 0 && p.num_seqs <= segments::kDirectSeqs &&
+         p.num_seqs * p.num_v_heads * v_parts <= device.multiprocessors &&
+         intra_items < int64_t(intra::kCtasPerSm) * device.multiprocessors;
+}
+
 // What goes in, of so many chunk slots. The chunk table and what comes out (abar, pg, vec, decay) are the caller's to fill in.
 template <class Args>
 intra::Args intra_args(const Args& args, const Problem& p, int64_t slots, const Device& device) {

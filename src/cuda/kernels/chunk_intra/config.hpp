@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/formats.hpp"
+#include "cuda/kernels/plan_segments/config.hpp"
 
 namespace qla::cuda::intra {
 
@@ -16,9 +17,11 @@ struct View {
 
 struct Args {
   const ChunkRecord* chunk_table;
-  int64_t tokens;  // T of one batch row
-  int32_t slots;   // entries of chunk_table
-  int32_t varlen;  // 1: one batch row; 0: sequence n is batch row n
+  segments::Args plan;  // with makes_plan: the tables this kernel makes, by one more CTA ..
+  int32_t makes_plan;   // .. and does without; the grid has a CTA for every item
+  int64_t tokens;       // T of one batch row
+  int32_t slots;        // entries of chunk_table
+  int32_t varlen;       // 1: one batch row; 0: sequence n is batch row n
   int32_t num_k_heads, num_v_heads;
   int32_t group;                  // value heads of a q/k head
   int32_t parts;                  // items a q/k head: ceil(group / 4)

@@ -25,6 +25,7 @@
 
 #include "cuda/kernels/chunk_intra/config.hpp"
 #include "cuda/kernels/chunk_intra/gates.cuh"
+#include "cuda/kernels/plan_segments/boundaries.cuh"
 #include "cuda/math/exp.cuh"
 #include "cuda/math/tril_inverse.cuh"
 #include "cuda/math/warp.cuh"
@@ -445,7 +446,13 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   };
   Item* s_item = reinterpret_cast<Item*>(s_all + kSmemItem);  // this and the next item: in shared memory, for the registers' sake
   const bool loader = tid == kThreads - 32;
-  load_record();
+  if (a.makes_plan) {
+    if (blockIdx.x == gridDim.x - 1) return segments::direct_tables(a.plan);
+    const ChunkRecord direct = segments::direct_record(a.plan, at.slot);
+    record = reinterpret_cast<const int4&>(direct);
+  } else {
+    load_record();
+  }
   bool more = skip_unused();
   if (more) {
     const Item first = decode_item(a, at, record);

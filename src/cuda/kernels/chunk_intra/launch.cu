@@ -25,7 +25,7 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(ctas));
+  config.gridDim = dim3(unsigned(ctas + args.makes_plan));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSmemBytes;
   config.stream = stream;

@@ -25,6 +25,7 @@ struct Args {
 
 inline constexpr int kThreads = 512;
 inline constexpr int kCachedSeqs = 1024;  // boundaries of so many sequences are searched in shared memory
+inline constexpr int kDirectSeqs = 32;    // with no more, and few items, chunk_intra makes the tables (boundaries.cuh)
 inline constexpr int kBuckets = 128;      // of lengths, four an octave
 
 }  // namespace qla::cuda::segments

@@ -58,8 +58,7 @@ __device__ __forceinline__ Job job_at(const A& a, int32_t index) {
   const qla::plan::Cut cut = qla::plan::make_cut(job.chunks, a.rule);
   job.segment_chunks = int32_t(cut.segment_chunks);
   job.segments = run.present ? int32_t(cut.num_segments) : 0;
-  const bool initial = a.plan.has_initial && (!a.plan.has_initial_state || a.plan.has_initial_state[job.sequence]);
-  job.start = run.continued() ? kStartCarried : initial ? QLA_START_INITIAL : QLA_START_ZERO;
+  job.start = int16_t(run.continued() ? kStartCarried : start_of(a.plan, job.sequence));
   job.end = run.goes_on ? kCarry : kFinalState;
   return job;
 }

@@ -3,37 +3,17 @@
 //   first) each CTA works out for its own sequences by reading all N lengths, which is cheaper than a second launch up to N of
 //   10^5.
 //
-// Boundaries are untrusted: each is clamped into [0, T] and a sequence that would end before it begins is empty. So a record or
-// an item never points outside the tensors; overlapping sequences (not monotone) are computed as they say, in no fixed order.
+// Overlapping sequences (boundaries that are not monotone) are computed as they say, in no fixed order.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/kernels/plan_segments/boundaries.cuh"
 #include "cuda/kernels/plan_segments/config.hpp"
 #include "cuda/ptx/control.cuh"
 #include "plan/ranges.hpp"
-#include "qla/qla.h"
 
 namespace qla::cuda::segments {
-
-struct Span {
-  int64_t bos, eos;
-  __device__ __forceinline__ int32_t chunks() const { return int32_t((eos - bos + 63) / 64); }
-};
-
-__device__ __forceinline__ int64_t raw_boundary(const Args& a, int64_t n) {
-  return a.index_dtype == QLA_INT64 ? static_cast<const int64_t*>(a.cu_seqlens)[n] : static_cast<const int32_t*>(a.cu_seqlens)[n];
-}
-__device__ __forceinline__ int64_t boundary(const Args& a, int64_t n) {
-  if (!a.cu_seqlens) return n * a.tokens;
-  const int64_t x = raw_boundary(a, n);
-  return x < 0 ? 0 : x > a.tokens ? a.tokens : x;
-}
-__device__ __forceinline__ Span span_of(const Args& a, int64_t n) {
-  Span s{boundary(a, n), boundary(a, n + 1)};
-  if (s.eos < s.bos) s.eos = s.bos;
-  return s;
-}
 
 __device__ __forceinline__ int64_t base_slot(const Span& span, int64_t n) { return span.bos / 64 + n; }
 __device__ __forceinline__ qla::plan::Run run_of(const Args& a, const Span& span, int64_t n) {
@@ -74,14 +54,7 @@ __device__ __forceinline__ void write_chunks(const Args& a, const Shared& s, boo
           high = mid;
       }
     }
-    ChunkRecord record{0, 0, 0};
-    const Span span = a.num_seqs > 0 ? span_of(a, low) : Span{0, 0};
-    const int64_t chunk = slot - (span.bos / 64 + low), token = span.bos + 64 * chunk;
-    if (chunk >= 0 && token < span.eos) {
-      record.token = token;
-      record.rows = int32_t(span.eos - token < 64 ? span.eos - token : 64);
-      record.sequence = int32_t(low);
-    }
+    const ChunkRecord record = record_of(a.num_seqs > 0 ? span_of(a, low) : Span{0, 0}, int32_t(low), slot);
     *reinterpret_cast<int4*>(a.chunk_table + at) = *reinterpret_cast<const int4*>(&record);
   }
 }
