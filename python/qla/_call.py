@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import threading
+from collections.abc import Callable
 from ctypes import byref, c_size_t, c_uint64
 from typing import Any
 
@@ -51,13 +52,15 @@ _empty_cpu = _fast_empty("_empty_strided_cpu", "cpu")
 _empty_cuda = _fast_empty("_empty_strided_cuda", "cuda")  # on the current device
 
 
-def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, cuda: int) -> Tensor:
-    """Outputs and scratch; tests put one here that fills them with NaN. cuda: device index, -1 for the CPU."""
+def _empty_of(cuda: int) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """What allocates outputs and scratch, by shape, strides and dtype; tests put one here that fills them with NaN. cuda: device index,
+    -1 for the CPU."""
     if cuda < 0:
-        return _empty_cpu(shape, stride, dtype)
+        return _empty_cpu
     if cuda == torch._C._cuda_getDevice():
-        return _empty_cuda(shape, stride, dtype)
-    return torch.empty_strided(shape, stride, dtype=dtype, device=torch.device("cuda", cuda))
+        return _empty_cuda
+    device = torch.device("cuda", cuda)
+    return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 MAX_SIGNATURES = 2048  # then the cache starts anew
@@ -85,7 +88,9 @@ _BackwardWords = c_uint64 * (ctypes.sizeof(_ffi.BackwardArgs) // 8)
 class _Entry:
     """What one signature needs at every call."""
 
-    __slots__ = ("template", "cuda", "copies", "bytes", "best", "saved_bytes", "o_layout", "ht_layout", "backward_ok", "grads")
+    __slots__ = (
+        "template", "cuda", "copies", "bytes", "best", "saved_bytes", "o_layout", "ht_layout", "backward_ok", "backwards", "grads"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.template = b""
@@ -97,6 +102,7 @@ class _Entry:
         self.o_layout: Layout = ((), (), torch.float32)
         self.ht_layout: Layout | None = None
         self.backward_ok: set[int] = set()
+        self.backwards: dict[Any, _Entry] = {}  # of the gradient nodes that this signature's calls leave
         self.grads: tuple[tuple[int, Layout], ...] = ()
 
 
@@ -177,14 +183,14 @@ def _sig(x: Tensor | None) -> Any:
 def _workspace(words: Any, nbytes: int, cuda: int) -> Tensor:
     """Scratch of the call; the caching allocator reuses it in stream order. On the CPU small ones are kept for each thread."""
     if cuda >= 0:
-        space = _empty((nbytes,), (1,), torch.uint8, cuda)
+        space = _empty_of(cuda)((nbytes,), (1,), torch.uint8)
         words[_W_WORKSPACE] = space.data_ptr()
     else:
         kept: Tensor | None = getattr(_local, "space", None)
         if kept is not None and kept.numel() >= nbytes + 256:
             space = kept
         else:
-            space = _empty((nbytes + 256,), (1,), torch.uint8, -1)
+            space = _empty_of(-1)((nbytes + 256,), (1,), torch.uint8)
             if nbytes <= 4 << 20:
                 _local.space = space
         words[_W_WORKSPACE] = (space.data_ptr() + 255) & ~255
@@ -250,10 +256,14 @@ def forward(
     save: bool | int = False,
     needs: int = 0,
     extras: Extras | None = None,
+    backwards: list[dict[Any, _Entry]] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """-> (o, final_state or None, saved or None). save: keep what backward reuses; a number: in a buffer of so many bytes.
-    needs: bits of the gradients that backward will be asked for, refused here when it cannot serve them."""
+    needs: bits of the gradients that backward will be asked for, refused here when it cannot serve them. backwards: receives what backward
+    takes as `known`."""
     entry = _find_forward_entry(inputs, options, output_final_state, extras)
+    if backwards is not None:
+        backwards.append(entry.backwards)
     if entry.copies:
         return forward(_copied(inputs, entry.copies), options, output_final_state, save, needs, extras)
     if needs:
@@ -272,10 +282,11 @@ def forward(
         words[_W_STREAM] = _stream(entry.cuda)
     else:
         words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
+    empty = _empty_of(entry.cuda)
     if extras is None:
-        o = _empty(*entry.o_layout, entry.cuda)
+        o = empty(*entry.o_layout)
     else:
-        o = extras.out if extras.out is not None else _empty(*entry.o_layout, entry.cuda)
+        o = extras.out if extras.out is not None else empty(*entry.o_layout)
         for at, x in (
             (_F_CHECKPOINTS, extras.state_checkpoints),
             (_F_A, extras.a_inv),
@@ -287,7 +298,7 @@ def forward(
     words[_F_O] = o.data_ptr() or DUMMY
     final: Tensor | None = None
     if entry.ht_layout is not None:
-        final = _empty(*entry.ht_layout, entry.cuda)
+        final = empty(*entry.ht_layout)
         words[_F_HT] = final.data_ptr() or DUMMY
     saved: Tensor | None = None
     if save and entry.saved_bytes:
@@ -296,7 +307,7 @@ def forward(
             raise _ffi.QlaError(
                 f"saved: expected {entry.saved_bytes} bytes by the library, got {size}; qla and libqla.so differ in version"
             )
-        saved = _empty((size,), (1,), torch.uint8, entry.cuda)
+        saved = empty((size,), (1,), torch.uint8)
         _set_saved(words, _F_SAVED, saved)
     space = _workspace(words, entry.bytes, entry.cuda) if entry.bytes else None
     status = _run_forward(words)
@@ -356,30 +367,40 @@ def backward(
     needs: int,
     options: Options,
     max_bytes: int = 0,
+    known: dict[Any, _Entry] | None = None,
 ) -> list[Tensor | None]:
     """inputs: the first ten of forward's. -> gradients in the order of GRAD_INPUTS, None where not asked for. max_bytes: workspace to
-    stay under as far as the library can (0: the default)."""
+    stay under as far as the library can (0: the default). known: from the forward call of these inputs."""
     global _run_backward
     q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0 = inputs
     assert q is not None and k is not None and v is not None and beta is not None
-    key: Any = (
-        options, needs, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
-        v.device, beta.shape, beta.stride(), beta.dtype, beta.device,
-        None if g is None else (g.shape, g.stride(), g.dtype, g.device),
-        None if h0 is None else (h0.shape, h0.stride(), h0.dtype, h0.device),
-        None if d_o is None else (d_o.shape, d_o.stride(), d_o.dtype, d_o.device),
-        None if d_final is None else (d_final.shape, d_final.stride(), d_final.dtype, d_final.device),
-        None if cu is None else (cu.shape, cu.stride(), cu.dtype, cu.device),
-        None if saved is None else (saved.shape, saved.device),
-    )  # fmt: skip
-    if a_log is not None or dt_bias is not None or has_h0 is not None:
-        key = (key, _sig(a_log), _sig(dt_bias), _sig(has_h0))
-    entry = _backward_entries.get(key)
+    entries = _backward_entries if known is None else known
+    key: Any
+    if known is not None:  # forward has seen shapes and devices; hooks on saved tensors may have changed how they lie
+        key = (
+            needs, q.stride(), k.stride(), v.stride(), beta.stride(), q.dtype, g is not None and (g.stride(), g.dtype), beta.dtype,
+            h0 is not None and (h0.stride(), h0.dtype), d_o is not None and (d_o.stride(), d_o.dtype, d_o.device),
+            d_final is not None and (d_final.stride(), d_final.dtype), saved is not None,
+        )  # fmt: skip
+    else:
+        key = (
+            options, needs, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
+            v.dtype, v.device, beta.shape, beta.stride(), beta.dtype, beta.device,
+            None if g is None else (g.shape, g.stride(), g.dtype, g.device),
+            None if h0 is None else (h0.shape, h0.stride(), h0.dtype, h0.device),
+            None if d_o is None else (d_o.shape, d_o.stride(), d_o.dtype, d_o.device),
+            None if d_final is None else (d_final.shape, d_final.stride(), d_final.dtype, d_final.device),
+            None if cu is None else (cu.shape, cu.stride(), cu.dtype, cu.device),
+            None if saved is None else (saved.shape, saved.device),
+        )  # fmt: skip
+        if a_log is not None or dt_bias is not None or has_h0 is not None:
+            key = (key, _sig(a_log), _sig(dt_bias), _sig(has_h0))
+    entry = entries.get(key)
     if entry is None:
         entry = _backward_entry(inputs, saved, d_o, d_final, needs, options)
-        if len(_backward_entries) >= MAX_SIGNATURES:
-            _backward_entries.clear()
-        _backward_entries[key] = entry
+        if len(entries) >= MAX_SIGNATURES:
+            entries.clear()
+        entries[key] = entry
         _run_backward = _ffi.lib().qla_gdn_backward
     if entry.copies:
         *copied, d_o, d_final = _copied((*inputs, d_o, d_final), entry.copies)
@@ -402,8 +423,9 @@ def backward(
     else:
         words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
     grads: list[Tensor | None] = [None] * len(GRADS)
+    empty = _empty_of(entry.cuda)
     for i, layout in entry.grads:
-        grad = _empty(*layout, entry.cuda)
+        grad = empty(*layout)
         words[_B_GRADS[i]] = grad.data_ptr() or DUMMY
         grads[i] = grad
     nbytes = max(entry.bytes, min(entry.best, max_bytes or default_backward_bytes()))

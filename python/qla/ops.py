@@ -221,27 +221,25 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *present: Tensor) -> Any:
-        positions, options, want_final, needs, _ = call
-        inputs: list[Tensor | None] = [None] * 11
-        for j, x in zip(positions, present):
-            inputs[j] = x
-        o, final, saved = _call.forward(tuple(inputs), options, want_final, True, needs)
+        inputs, positions, options, want_final, needs, max_bytes = call
+        backwards: list[Any] = []
+        o, final, saved = _call.forward(inputs, options, want_final, True, needs, None, backwards)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*present, saved)
-        ctx.call = call
+        ctx.call = (positions, options, needs, max_bytes, backwards[0])
         return o, final
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise NotImplementedError(DOUBLE_BACKWARD)
-        positions, options, _, needs, max_bytes = ctx.call
+        positions, options, needs, max_bytes, known = ctx.call
         *present, saved = ctx.saved_tensors
         inputs: list[Tensor | None] = [None] * _NUM_INPUTS
         for j, x in zip(positions, present):
             inputs[j] = x
         dq, dk, dv, dg, dbeta, dh0, da_log, ddt_bias = _call.backward(
-            tuple(inputs), saved, d_o, d_final, needs, options, max_bytes
+            tuple(inputs), saved, d_o, d_final, needs, options, max_bytes, known
         )
         grads = (dq, dk, dv, dg, dbeta, dh0, None, da_log, ddt_bias, None)
         return None, *[grads[j] for j in positions]
@@ -317,7 +315,7 @@ def gdn_forward(
     if not torch.compiler.is_compiling() and _plain_eager(inputs):
         if needs:
             positions = [j for j in range(_NUM_INPUTS) if inputs[j] is not None]
-            return _Eager.apply((positions, options, want_final, needs, max_bytes), *[inputs[j] for j in positions])
+            return _Eager.apply((inputs, positions, options, want_final, needs, max_bytes), *[inputs[j] for j in positions])
         o, final, _ = _call.forward(inputs, options, want_final)
         return o, final
     transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None

@@ -32,16 +32,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch begin as NaN (recipe BR-88): what is not written shows."""
-    plain_empty, plain_workspace = _call._empty, _call._workspace
+    plain_empty, plain_workspace = _call._empty_of, _call._workspace
 
-    def empty(*args):
-        x = plain_empty(*args)
-        return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(255)
+    def empty_of(cuda):
+        allocate = plain_empty(cuda)
+
+        def empty(*args):
+            x = allocate(*args)
+            return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(255)
+
+        return empty
 
     def workspace(words, nbytes, cuda):
         return plain_workspace(words, nbytes, cuda).fill_(255)
 
-    monkeypatch.setattr(_call, "_empty", empty)
+    monkeypatch.setattr(_call, "_empty_of", empty_of)
     monkeypatch.setattr(_call, "_workspace", workspace)
 
 
