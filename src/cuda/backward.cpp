@@ -377,12 +377,14 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
   Run r{args, p, device, b, range_slots, cut, static_cast<cudaStream_t>(args.stream), p.dtype == QLA_BFLOAT16};
 
   if (p.validate_values && p.varlen) validate_boundaries(args, p, r.stream);
-  check_cuda(segments::launch(plan_args(args, p, b), device.multiprocessors, r.stream), "plan_segments");
   const bool rows = p.total_tokens() > 0;
+  const bool inside = rows && cut.units == 0 && direct_plan(p, 1, device);  // chunk_intra makes the tables
+  if (!inside) check_cuda(segments::launch(plan_args(args, p, b), device.multiprocessors, r.stream), "plan_segments");
   if (rows) {
     make_maps(r, needs);
-    check_cuda(intra::launch(p.dtype, r.k, r.q, intra_args(args, p, b, device), device.multiprocessors, true, r.stream),
-               "chunk_intra");
+    intra::Args intra = intra_args(args, p, b, device);
+    if (inside) intra.plan = plan_args(args, p, b), intra.makes_plan = 1;
+    check_cuda(intra::launch(p.dtype, r.k, r.q, intra, device.multiprocessors, !inside, r.stream), "chunk_intra");
     if (needs.copy_d_o) copy_d_o(r);
   }
   const int64_t slots = p.chunk_slots(), ranges = num_ranges(p, range_slots);
