@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qla.bench import JsonLines, markdown
-from qla.bench_grid import Row, boundaries, find_table, floors_ms, make_inputs, prepare, read_rows, replay_ms
+from qla.bench_grid import Row, boundaries, find_table, floors_ms, make_inputs, peak_mib, prepare, read_rows, replay_ms
 from qla.progress import Bar
 
 PEERS = ("flash_qla", "flashinfer", "fla")
@@ -26,8 +26,8 @@ def our_call() -> Callable[..., Any]:
     return lambda **x: qla.chunk_gated_delta_rule(**x, output_final_state=True)
 
 
-def peer_process(args: argparse.Namespace, peer: str) -> tuple[dict[str, float], str]:
-    """Times the chosen rows with one peer in a process of its own -> label -> ms, and what was timed or why nothing was."""
+def peer_process(args: argparse.Namespace, peer: str) -> tuple[dict[str, dict[str, float]], str]:
+    """Times the chosen rows with one peer in a process of its own -> label -> ms and peak_mib, and what was timed or why nothing was."""
     environment = dict(os.environ)
     if peer == "flash_qla":  # our own package has that name: keep it out of the child's way
         environment["PYTHONPATH"] = str(args.flash_qla_path)
@@ -48,7 +48,7 @@ def peer_process(args: argparse.Namespace, peer: str) -> tuple[dict[str, float],
         return {}, "took more than 15 minutes"
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     what = next((a["what"] for a in answers if "what" in a), "")
-    times = {a["label"]: a["ms"] for a in answers if "ms" in a}
+    times = {a["label"]: a for a in answers if "ms" in a}
     if not times:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return {}, f"not measured: {what + ': ' if what else ''}{last}"
@@ -123,6 +123,8 @@ COLUMNS = {
     "ratio": "peer / qla",
     "tensor_share": "% of tensor floor",
     "byte_share": "% of byte floor",
+    "peak_mib": "qla MiB",
+    "peer_mib": "peers MiB",
     "sm_mhz": "SM MHz",
     "spread": "spread %",
 }
@@ -168,6 +170,7 @@ def measure_row(row: Row, call: Callable[..., Any], budget: float, multiprocesso
     except NotImplementedError as error:
         return {**out, "error": str(error)}
     out.update(ours_ms=ms, spread=spread, replays=count, sm_mhz=mhz, tensor_share=100 * tensor / ms, byte_share=100 * moved / ms)
+    out["peak_mib"] = peak_mib(row, call)
     return out
 
 
@@ -183,7 +186,7 @@ def main(args: argparse.Namespace) -> int:
     call = our_call()
     wanted = [] if args.peers == "none" else list(PEERS) if args.peers == "auto" else args.peers.split(",")
     peers = [p for p in wanted if p != "flash_qla" or args.flash_qla_path]
-    measured: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, dict[str, float]]] = {}
     said: list[str] = []
     for peer in peers:
         times, what = peer_process(args, peer)
@@ -200,7 +203,9 @@ def main(args: argparse.Namespace) -> int:
             out = measure_row(row, call, args.budget, device.multi_processor_count)
             for name, times in measured.items():
                 if row.label() in times:
-                    out["known"] = {**out["known"], name: times[row.label()]}
+                    out["known"] = {**out["known"], name: times[row.label()]["ms"]}
+                    peak = f"{name.removesuffix(' here')} {times[row.label()]['peak_mib']:.0f}"
+                    out["peer_mib"] = f"{out['peer_mib']}; {peak}" if "peer_mib" in out else peak
             if out["known"]:
                 out["best_is"], out["best_ms"] = min(out["known"].items(), key=lambda item: item[1])
             out["ratio"] = out["best_ms"] / out["ours_ms"] if out.get("ours_ms") and out["best_ms"] else None
@@ -222,7 +227,10 @@ def main(args: argparse.Namespace) -> int:
     )
     print("\n" + "\n".join(notes))
     header = f"# qla bench --grid published\n\n{time.strftime('%Y-%m-%d')}, {device.name}, {_ffi.build_info()}, torch {torch.__version__}.\n\n"
-    floors = "Floors: 132 SMs' tensor cores at 1.75 GHz and 4.3 TB/s (docs/math.md, work and bytes), 100 % would be the floor itself.\n\n"
+    floors = (
+        "Floors: 132 SMs' tensor cores at 1.75 GHz and 4.3 TB/s (docs/math.md, work and bytes), 100 % would be the floor itself. "
+        "MiB: device memory of one eager call at its peak beyond its inputs, outputs included; backward rows: forward and backward.\n\n"
+    )
     (args.out / "cuda.md").write_text(header + floors + "\n".join(f"- {n}" for n in notes) + "\n\n" + markdown(COLUMNS, results))
     try:
         from qla import plotting

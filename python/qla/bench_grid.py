@@ -200,6 +200,34 @@ def prepare(
     return graphs
 
 
+def peak_mib(
+    row: Row, call: Callable[..., Any], arguments: Callable[[dict[str, Any], Any], dict[str, Any]] = plain_arguments
+) -> float:
+    """Device memory that one eager call takes at its peak beyond its inputs, outputs included; of backward rows the training step:
+    forward, what it keeps, and backward."""
+    import torch
+
+    backward = row.direction == "bwd"
+    given = arguments(make_inputs(row, 0, backward), boundaries(row))
+
+    def once() -> None:
+        if not backward:
+            with torch.no_grad():
+                call(**given)
+            return
+        outputs = call(**given)
+        leaves = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+        torch.autograd.grad(outputs, leaves, tuple(torch.ones_like(x) for x in outputs))
+
+    once()  # what a peer tunes or caches at its first call does not count
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    once()
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 WARM_UP_MS, CLOCK_CYCLES = 25.0, 1_000_000
 
 

@@ -47,14 +47,15 @@ def peer_call(peer: str, path: str) -> tuple[Callable[..., Any], Callable[..., A
 def peer_main(peer: str, path: str, table: str, direction: str, words: str, budget: str) -> int:
     import torch
 
-    from qla.bench_grid import prepare, read_rows, replay_ms
+    from qla.bench_grid import peak_mib, prepare, read_rows, replay_ms
 
     call, arguments, what = peer_call(peer, path)
     print(json.dumps({"what": what}), flush=True)
     for row in read_rows(Path(table), direction, words or None):
         try:
             ms, *_ = replay_ms(prepare(row, call, arguments), float(budget))
-            print(json.dumps({"label": row.label(), "ms": ms}), flush=True)
+            torch.cuda.empty_cache()
+            print(json.dumps({"label": row.label(), "ms": ms, "peak_mib": peak_mib(row, call, arguments)}), flush=True)
         except Exception as error:  # a peer that refuses a row is no reason to lose the others
             print(f"{row.label()}: {error}", file=sys.stderr)
         torch.cuda.empty_cache()
