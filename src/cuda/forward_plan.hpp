@@ -56,6 +56,8 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
     // supposed: sequences of one length; bounded: every chunk of the range may be of another sequence, or all of one
     shape.total_tokens = std::min(in.shape.total_tokens, range_slots * plan::kChunkTokens);
     shape.num_seqs = std::clamp<int64_t>(plan::ceil_div(in.shape.num_seqs * range_slots, all), 1, in.shape.num_seqs);
+    shape.equal_lengths =
+        in.shape.equal_lengths || in.shape.num_seqs > 3;  // of many, one long sequence is unlikely (profiles_of)
     bounds.total_tokens = std::max<int64_t>(0, range_slots - in.shape.num_seqs) * plan::kChunkTokens;
     can.fused = false;
     can.segments = can.segments && cuts;
