@@ -378,7 +378,7 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
 
   if (p.validate_values && p.varlen) validate_boundaries(args, p, r.stream);
   const bool rows = p.total_tokens() > 0;
-  const bool inside = rows && cut.units == 0 && direct_plan(p, 1, device);  // chunk_intra makes the tables
+  const bool inside = rows && direct_plan(p, 1, device);  // chunk_intra makes the tables
   if (!inside) check_cuda(segments::launch(plan_args(args, p, b), device.multiprocessors, r.stream), "plan_segments");
   if (rows) {
     make_maps(r, needs);

@@ -38,6 +38,11 @@ def backward(
     return list(grads[: 6 if h0 is not None else 5])
 
 
+def distance(x: Tensor, y: Tensor) -> float:
+    """relative_l2 without the copy to the host"""
+    return (torch.linalg.vector_norm((x - y).float()) / torch.linalg.vector_norm(y.float())).item()
+
+
 def truth(inputs: dict[str, Any], do: Tensor, dht: Tensor | None) -> list[Tensor]:
     named = {n: x for n, x in inputs.items() if n not in ("norm", "cu_seqlens")}
     cu = inputs.get("cu_seqlens")
@@ -147,14 +152,20 @@ def test_one_graph_serves_any_boundaries_and_gates(device: Device) -> None:
     tokens, sequences = 8192, 3
     make = torch.Generator(device="cuda").manual_seed(3)
 
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make, device="cuda")
+
     def data() -> dict[str, Any]:
-        inputs: dict[str, Any] = device.inputs(tokens, seed=int(torch.randint(1 << 20, (1,), generator=make, device="cuda")))
+        inputs: dict[str, Any] = {
+            n: normal(1, tokens, h, 128).to(device.dtype) for n, h in (("q", 2), ("k", 2), ("v", 4), ("do", 4))
+        }
         pace = torch.tensor([0.0, 1.0, 0.05, 8.0], device="cuda")[torch.randperm(4, generator=make, device="cuda")]
-        inputs["g"] = torch.nn.functional.logsigmoid(torch.randn(1, tokens, 4, generator=make, device="cuda")) / 16 * pace
+        inputs["g"] = torch.nn.functional.logsigmoid(normal(1, tokens, 4)) / 16 * pace
+        inputs["beta"] = torch.rand(1, tokens, 4, generator=make, device="cuda")
         ends = torch.sort(torch.randint(0, tokens + 1, (sequences,), generator=make, device="cuda")).values
         inputs["cu_seqlens"] = torch.cat([torch.zeros_like(ends[:1]), ends]).int()
-        inputs["do"], inputs["dht"] = upstream(inputs, sequences)
-        inputs["initial_state"] = torch.randn(inputs["dht"].shape, generator=make, device="cuda")
+        inputs["dht"] = normal(sequences, 4, 128, 128) / 8
+        inputs["initial_state"] = normal(sequences, 4, 128, 128)
         inputs["norm"] = True
         return inputs
 
@@ -176,7 +187,7 @@ def test_one_graph_serves_any_boundaries_and_gates(device: Device) -> None:
             assert torch.equal(x, y), f"{grad}: the graph and an eager call differ"
         uncut = backward(now, now["do"], now["dht"], OFF)
         for grad, x, y in zip(NAMES, out, uncut):
-            assert relative_l2(x, y) <= LIMITS[device.dtype][1], grad
+            assert distance(x, y) <= LIMITS[device.dtype][1], grad
 
 
 def test_a_long_training_step_in_any_number_of_ranges(device: Device) -> None:
@@ -201,4 +212,4 @@ def test_a_long_training_step_in_any_number_of_ranges(device: Device) -> None:
         for grad, x, y in zip(NAMES, backward(inputs, do, None, OFF, mib), one):
             assert torch.equal(x, y), f"{grad} with {mib or 'the default'} MiB"
     for grad, x, y in zip(NAMES, backward(inputs, do, None, (_ffi.CP_AUTO, 0, None), 8192), one):
-        assert torch.linalg.vector_norm((x - y).float()) <= LIMITS[device.dtype][1] * torch.linalg.vector_norm(y.float()), grad
+        assert distance(x, y) <= LIMITS[device.dtype][1], grad

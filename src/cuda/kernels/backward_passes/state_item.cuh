@@ -108,13 +108,14 @@ template <typename T>
 __device__ __forceinline__ void load_state_item(const Params& p, const Maps& maps, const PassItem& it, uint32_t base, int rank) {
   Ring<kStateStages> ring;
   const int token = int(it.token), batch = token / p.rows_per_batch, row = token % p.rows_per_batch;
+  const bool has_v = it.start != kFromIdentity;
   for (int c = 0; c < it.chunks; c++) {
     const Source src{batch, row + c * kRows, it.slot + c, it.v_head};
     const uint32_t bar = full_bar(base, ring.stage), st = base + ring.stage * kStateStage;
     ptx::mbarrier_wait(empty_bar(base, ring.stage), ring.phase ^ 1);
-    ptx::mbarrier_arrive_expect(bar, 2 * kPanel + kPanel + kTileBytes + kVecBytesForward);
+    ptx::mbarrier_arrive_expect(bar, (has_v ? 3 : 2) * kPanel + kTileBytes + kVecBytesForward);
     load_shared(p, src, st + kStateVec, st + kStateA, st, &maps.k, rank, bar);
-    ptx::tensor_load_4d(st + kStateV, &maps.v, kHalf * rank, src.head, src.token, src.batch, bar);
+    if (has_v) ptx::tensor_load_4d(st + kStateV, &maps.v, kHalf * rank, src.head, src.token, src.batch, bar);
     ring.advance();
   }
 }
