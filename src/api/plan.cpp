@@ -88,8 +88,8 @@ float predict(const PlannedCall& planned, const plan::Shape& shape, const std::v
   const DeviceCosts& costs = planned.costs;
   const Choice& choice = planned.choice;
   const plan::Candidate candidate{choice.rule.segment_chunks, choice.value_splits, choice.fused};
-  const bool full = static_cast<int64_t>(segments.size()) * choice.value_splits >= costs.num_sms;
-  const float per_chunk = plan::chunk_cost(costs, false, candidate, full);
+  const auto items = static_cast<float>(static_cast<int64_t>(segments.size()) * choice.value_splits);
+  const float per_chunk = plan::chunk_cost(costs, shape, candidate, items);
   Queue main, pre;
   int64_t chain = 0, longest_chain = 0;
   for (const Segment& s : segments) {

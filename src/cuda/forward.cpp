@@ -14,6 +14,7 @@
 #include "cuda/device.hpp"
 #include "cuda/forward_plan.hpp"
 #include "cuda/kernels/chunk_export/launch.hpp"
+#include "cuda/kernels/chunk_gates/config.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
 #include "cuda/kernels/cp_merge/launch.hpp"
 #include "cuda/kernels/forward/launch.hpp"
@@ -178,6 +179,21 @@ intra::Args intra_args(const Run& r) {
   return a;
 }
 
+gates::Args gates_args(const Run& r) {
+  gates::Args a{};
+  a.tokens = r.p.tokens;
+  a.varlen = r.p.varlen;
+  a.num_v_heads = int32_t(r.p.num_v_heads);
+  a.flags = r.args.flags;
+  a.scale = float(r.p.scale);
+  a.g = gate_view(r.args.g);
+  a.beta = gate_view(r.args.beta);
+  a.a_log = head_view(r.args.A_log);
+  a.dt_bias = head_view(r.args.dt_bias);
+  a.vec = r.b.gates;
+  return a;
+}
+
 ForwardParams forward_params(const Run& r) {
   const qla_gdn_forward_args& args = r.args;
   const Problem& p = r.p;
@@ -212,11 +228,7 @@ ForwardParams forward_params(const Run& r) {
   f.carry_out = b.carry[1 - r.parity];
   f.fused = r.plan.choice.fused;
   if (f.fused) {
-    if (present(args.g)) f.g = gate_view(args.g);
-    f.beta = gate_view(args.beta);
-    if (present(args.A_log)) f.a_log = head_view(args.A_log);
-    if (present(args.dt_bias)) f.dt_bias = head_view(args.dt_bias);
-    f.flags = args.flags;
+    f.vec = b.gates;
     f.scale = float(p.scale);
   }
   f.dependent = true;
@@ -286,7 +298,10 @@ void run_range(const Run& r) {
   const int multiprocessors = r.device.multiprocessors;
   // Items of an uncut run; where something is cut they are written anew behind the intra-chunk stage, which has the gates.
   const bool inside = plans_inside(r);
-  if (!inside) check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream), "plan_segments");
+  if (r.plan.choice.fused)
+    check_cuda(segments::launch_with_gates(plan_args(r), gates_args(r), multiprocessors, r.stream), "plan_and_gates");
+  else if (!inside)
+    check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream), "plan_segments");
   if (r.p.total_tokens() > 0 && !r.plan.choice.fused) {
     const bool bf16 = r.p.dtype == QLA_BFLOAT16;
     const CUtensorMap map_k = make_token_map(map_shape(r.args.k), bf16, "k"),

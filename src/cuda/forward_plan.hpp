@@ -76,21 +76,20 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
 }
 
 // Where segments have a length of their own for every call (batch-invariant, given by the caller) ranges would move the cuts.
-inline bool may_range(const PlanInput& in, const ForwardPlan& whole) {
-  return !whole.counts.fused && !in.policy.batch_invariant && in.policy.mode != QLA_CP_FIXED &&
-         in.problem.chunk_slots() > kLeastRangeSlots;
+inline bool may_range(const PlanInput& in) {
+  return !in.policy.batch_invariant && in.policy.mode != QLA_CP_FIXED && in.problem.chunk_slots() > kLeastRangeSlots;
 }
 
 inline ForwardPlan whole_plan(const PlanInput& in) { return plan_ranges(in, in.problem.chunk_slots(), true); }
 inline ForwardPlan least_plan(const PlanInput& in, const ForwardPlan& whole) {
-  if (!may_range(in, whole)) return whole;
+  if (!may_range(in)) return whole;
   const ForwardPlan least = plan_ranges(in, kLeastRangeSlots, false);
   return least.bytes < whole.bytes ? least : whole;
 }
 
 // The fewest ranges whose buffers fit, about equally long; where none do, the least plan.
 inline ForwardPlan fitting_plan(const PlanInput& in, const ForwardPlan& whole, size_t bytes) {
-  if (whole.bytes <= bytes || !may_range(in, whole)) return whole;
+  if (whole.bytes <= bytes || !may_range(in)) return whole;
   const int64_t all = in.problem.chunk_slots();
   const int64_t a_slot = in.problem.num_v_heads * (kTileBytes + (in.saved ? 0 : kTileBytes + int64_t{kVecFloats} * 4));
   const int64_t first = std::max<int64_t>(2, all * a_slot / std::max<int64_t>(1, static_cast<int64_t>(bytes)));

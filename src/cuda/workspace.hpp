@@ -31,6 +31,7 @@ struct ForwardBuffers {
   WorkItem* items;
   ChunkRecord* chunk_table;
   uint8_t* pg;
+  float* gates;  // the fused form's vectors, by slot and value head
   // context parallelism
   float* decay;  // [slot][HV]
   PlanHeader* pre_header;
@@ -57,7 +58,8 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   b.header = layout.take<PlanHeader>(1);
   b.items = layout.take<WorkItem>(n.items);
   b.chunk_table = layout.take<ChunkRecord>(n.range_slots);
-  if (n.fused) {  // Abar, Pg and the vectors stay on chip
+  if (n.fused) {  // Abar and Pg stay on chip
+    b.gates = layout.take<float>(n.range_slots * p.num_v_heads * kFusedVecFloats);
     b.bytes = layout.bytes();
     return b;
   }

@@ -12,7 +12,8 @@ namespace qla::plan {
 struct DeviceCosts {
   const char* name;
   int32_t num_sms;
-  float fused;                 // intra-chunk stage as a role of the forward kernel
+  float fused[3];              // intra-chunk stage as a role of the forward kernel, its gates included: heads as intra's
+  float fused_quiet;           // .. with items for at most three quarters of the multiprocessors: the clock stays up
   float main_full, main_half;  // forward with Abar and Pg loaded
   float main_full_quiet, main_half_quiet;
   float state_half;    // no output, half of V: the pre-pass of (C1), (C2), and backward's state pass
@@ -23,7 +24,7 @@ struct DeviceCosts {
   float merge;         // one step of (C1)
   float item;          // an item's beginning and end: first tiles, initial and final state
   float launches;      // of an uncut call: planning, intra-chunk stage, recurrence
-  float intra_launch;  //   of these, what the fused form does without
+  float intra_launch;  //   of these, chunk_intra's, which the fused form does without
   float packed;        // more, with several sequences
   float cut;           // more, where something may be cut: items from gates, pre-pass, merges
 };
@@ -32,7 +33,8 @@ struct DeviceCosts {
 // kernels alone.
 inline constexpr DeviceCosts kH200 = {.name = "H200",
                                       .num_sms = 132,
-                                      .fused = 2.45f,
+                                      .fused = {2.6f, 2.65f, 2.7f},
+                                      .fused_quiet = 2.25f,
                                       .main_full = 1.49f,
                                       .main_half = 0.82f,
                                       .main_full_quiet = 1.56f,
@@ -56,9 +58,9 @@ inline DeviceCosts costs_for(int32_t num_sms, int32_t capability_major) {
   costs.num_sms = num_sms > 0 ? num_sms : kH200.num_sms;
   if (capability_major == 9) return costs;
   costs.name = "default";
-  for (float* cost :
-       {&costs.fused, &costs.main_full, &costs.main_half, &costs.main_full_quiet, &costs.main_half_quiet, &costs.state_half,
-        &costs.reverse_half, &costs.intra[0], &costs.intra[1], &costs.intra[2], &costs.passes, &costs.grads, &costs.merge})
+  for (float* cost : {&costs.fused[0], &costs.fused[1], &costs.fused[2], &costs.fused_quiet, &costs.main_full, &costs.main_half,
+                      &costs.main_full_quiet, &costs.main_half_quiet, &costs.state_half, &costs.reverse_half, &costs.intra[0],
+                      &costs.intra[1], &costs.intra[2], &costs.passes, &costs.grads, &costs.merge})
     *cost *= 1.5f;
   return costs;
 }

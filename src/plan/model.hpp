@@ -51,10 +51,15 @@ struct Candidate {
   bool fused;
 };
 
+// Index of a call's costs that depend on how many value heads share a query/key head.
+inline int group_kind(const Shape& shape) { return shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2; }
+
 // Microseconds of one chunk of one item of the main pass.
-inline float chunk_cost(const DeviceCosts& costs, bool backward, const Candidate& c, bool card_full) {
-  if (backward) return (c.splits == 2 ? 1.0f : 1.6f) * (costs.reverse_half + (card_full ? costs.state_half : 0.0f));
-  if (c.fused) return costs.fused;
+inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Candidate& c, float items) {
+  const float sms = static_cast<float>(costs.num_sms);
+  const bool card_full = items > sms;
+  if (shape.backward) return (c.splits == 2 ? 1.0f : 1.6f) * (costs.reverse_half + (card_full ? costs.state_half : 0.0f));
+  if (c.fused) return items <= 0.75f * sms ? costs.fused_quiet : costs.fused[group_kind(shape)];
   if (c.splits == 2) return card_full ? costs.main_half : costs.main_half_quiet;
   return card_full ? costs.main_full : costs.main_full_quiet;
 }
@@ -66,7 +71,7 @@ inline float parallel_cost(const DeviceCosts& costs, const Shape& shape, const C
   if (c.fused)
     us -= costs.intra_launch;
   else
-    us += share * costs.intra[shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2];
+    us += share * costs.intra[group_kind(shape)];
   if (shape.backward) us += costs.intra_launch + share * costs.grads;
   return us;
 }
@@ -104,7 +109,7 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     items += static_cast<float>(kind.count * pieces_of(kind.chunks)) * heads * splits;
     chunks += static_cast<float>(kind.count * kind.chunks);
   }
-  const float per_chunk = chunk_cost(costs, shape.backward, c, items > sms);
+  const float per_chunk = chunk_cost(costs, shape, c, items);
   Load main, pre;  // in microseconds
   int64_t longest_chain = 0;
   for (int32_t i = 0; i < profile.num_kinds; ++i) {

@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "cuda/kernels/forward/launch.hpp"
+#include "cuda/kernels/plan_segments/launch.hpp"
 #include "forward_bench.hpp"
 #include "forward_cases.hpp"
 
@@ -28,6 +29,7 @@ struct Case {
   int checkpoint = 0;        // chunks
   bool snapshots = false;
   int sms = 132;
+  bool fused = false;
 };
 
 static size_t dtype_size(int t) { return t == QLA_FLOAT64 ? 8 : t == QLA_FLOAT32 ? 4 : 2; }
@@ -255,6 +257,39 @@ static void run(const Case& c) {
     p.checkpoints = {dc, QLA_FLOAT32, int64_t(c.Hv) * 16384, 16384, sk, sv};
     p.checkpoint_every_chunks = c.checkpoint;
   }
+  if (c.fused) {
+    const int64_t slots = num_slots(d);
+    std::vector<float> g(rows * c.Hv, NAN), beta(rows * c.Hv, NAN);
+    for (int64_t i = 0; i < d.end_token * c.Hv; i++) {
+      g[i] = float(d.g[i]);
+      beta[i] = float(d.beta[i]);
+    }
+    std::vector<int64_t> boundaries = d.bos;
+    boundaries.push_back(d.end_token);
+    segments::Args plan{};
+    if (!c.lens.empty()) plan.cu_seqlens = upload(boundaries);
+    plan.index_dtype = QLA_INT64;
+    plan.num_seqs = N;
+    plan.tokens = c.T;
+    plan.slots = int32_t(slots);
+    plan.num_v_heads = c.Hv;
+    plan.v_parts = 1;
+    plan.header = upload(std::vector<PlanHeader>{header});
+    plan.chunk_table = upload(std::vector<ChunkRecord>(slots));
+    gates::Args a{};
+    a.tokens = c.T;
+    a.varlen = !c.lens.empty();
+    a.num_v_heads = c.Hv;
+    a.scale = float(d.scale);
+    a.g = {upload(g), {c.T * c.Hv, c.Hv, 1}, QLA_FLOAT32};
+    a.beta = {upload(beta), {c.T * c.Hv, c.Hv, 1}, QLA_FLOAT32};
+    a.vec = upload(std::vector<float>(slots * c.Hv * kFusedVecFloats, NAN));
+    CUDA_OK(segments::launch_with_gates(plan, a, g_sms, 0));
+    p.fused = true;
+    p.scale = float(d.scale);
+    p.abar = p.pg = nullptr;
+    p.vec = a.vec;
+  }
   launch_forward(p, std::min(c.sms, g_sms), 0);
   cudaError_t err = cudaDeviceSynchronize();
   if (err) {
@@ -460,6 +495,36 @@ int main(int argc, char** argv) {
        .segments = 3});
   add({.name = "no forgetting", .T = 1024, .Hv = 2, .gate = 0});
   add({.name = "strong decay", .T = 256, .gate = 20});
+  add({.name = "fused, full chunks", .T = 1024, .fused = true});
+  add({.name = "fused, fp16", .T = 1024, .bf16 = false, .fused = true});
+  add({.name = "fused, tail, group 2", .T = 200, .Hv = 2, .fused = true});
+  add({.name = "fused, varlen, padding",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 8,
+       .h0_dtype = QLA_FLOAT32,
+       .fused = true});
+  add({.name = "fused, varlen, one CTA",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 4,
+       .h0_dtype = QLA_FLOAT32,
+       .sms = 1,
+       .fused = true});
+  add({.name = "fused, dense B = 3, strided",
+       .B = 3,
+       .T = 100,
+       .Hk = 2,
+       .Hv = 4,
+       .strided = true,
+       .h0_dtype = QLA_BFLOAT16,
+       .v_first = true,
+       .fused = true});
+  add({.name = "fused, pool", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true, .fused = true});
+  add({.name = "fused, no forgetting", .T = 1024, .Hv = 2, .gate = 0, .fused = true});
+  add({.name = "fused, strong decay", .T = 256, .gate = 20, .fused = true});
   for (const Case& c : cases) run(c);
   for (int parts : {1, 2})
     for (bool bf16 : {true, false}) run_prepass(parts, bf16);

@@ -75,8 +75,9 @@ __device__ __forceinline__ void put_u_diagonal(uint32_t s_u, const float* u, int
 // Column c of (I - U^T)^-1 of one diagonal block, U row by row from shared memory (a broadcast); groups of four rows, so that
 // four chains run at once.
 __device__ __forceinline__ void substitute(float (&x)[16], uint32_t u, int c) {
+  const float column = float(c);
 #pragma unroll
-  for (int j = 0; j < 16; j++) x[j] = j == c ? 1.f : 0.f;
+  for (int j = 0; j < 16; j++) asm("set.eq.f32.f32 %0, %1, %2;" : "=f"(x[j]) : "f"(column), "f"(float(j)));  // one instruction
 #pragma unroll
   for (int m = 3; m >= 0; m--) {
 #pragma unroll

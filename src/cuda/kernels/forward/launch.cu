@@ -7,6 +7,7 @@
 
 #include "core/status.hpp"
 #include "cuda/kernels/forward/variants.hpp"
+#include "cuda/kernels/forward_fused/variants.hpp"
 #include "cuda/tensor_map.hpp"
 
 namespace qla::cuda {
@@ -19,10 +20,11 @@ void check(cudaError_t e, const char* what) {
 void prepare_forward() {
   check(prepare_forward_type<__nv_bfloat16>(), "attributes (bf16)");
   check(prepare_forward_type<__half>(), "attributes (fp16)");
+  check(prepare_fused_type<__nv_bfloat16>(), "attributes (fused, bf16)");
+  check(prepare_fused_type<__half>(), "attributes (fused, fp16)");
 }
 
 void launch_forward(const ForwardParams& p, int num_sms, cudaStream_t stream) {
-  QLA_SUPPORTED(!p.fused, "gdn_forward: the fused form is not built in; run chunk_intra first and pass abar, pg and vec");
   if (p.max_items == 0 && p.batch * p.tokens == 0) return;
   ForwardArgs args{};
   args.p = p;
@@ -41,9 +43,11 @@ void launch_forward(const ForwardParams& p, int num_sms, cudaStream_t stream) {
   }
   const int grid = std::max(1, std::min(p.max_items, num_sms));
   const cudaError_t e =
-      bf16 ? launch_forward_type<__nv_bfloat16>(args, grid, stream) : launch_forward_type<__half>(args, grid, stream);
-  check(e, concat("launch of ", grid, " CTAs, ", bf16 ? "bf16" : "fp16", p.v_parts == 2 ? ", V split" : "",
-                  p.output ? "" : ", no output")
+      p.fused ? bf16 ? launch_fused_type<__nv_bfloat16>(args, grid, stream) : launch_fused_type<__half>(args, grid, stream)
+      : bf16 ? launch_forward_type<__nv_bfloat16>(args, grid, stream)
+              : launch_forward_type<__half>(args, grid, stream);
+  check(e, concat("launch of ", grid, " CTAs, ", bf16 ? "bf16" : "fp16", p.fused ? ", fused" : "",
+                  p.v_parts == 2 ? ", V split" : "", p.output ? "" : ", no output")
                .c_str());
 }
 

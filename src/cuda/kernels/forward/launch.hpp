@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "cuda/formats.hpp"
-#include "cuda/kernels/chunk_intra/config.hpp"
 
 namespace qla::cuda {
 
@@ -28,10 +27,10 @@ struct ForwardParams {
   const uint8_t* abar = nullptr;  // [slot][v_head] tiles of kTileBytes
   const uint8_t* pg = nullptr;
   const float* vec = nullptr;  // [slot][v_head][kVecFloats]
-  bool fused = false;          // abar, pg, vec made inside from what follows: not built in yet (lab/forward_fused), refused
-  intra::View g{}, beta{}, a_log{}, dt_bias{};  // [B, T, HV], [HV] as in intra::Args
-  uint32_t flags = 0;                           // QLA_FLAG_QK_L2NORM, RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
-  float scale = 1.f;
+  // The fused form (forward_fused/): Abar and Pg are made inside, vec is chunk_gates' [slot][v_head][kFusedVecFloats]. All of V,
+  // output, no norms, no cut sequences, no h, no checkpoints.
+  bool fused = false;
+  float scale = 1.f;                     // fused: of Pg
   StateView initial_state, final_state;  // by sequence, or by state_indices
   StateView checkpoints, h;              // by WorkItem::checkpoint_base / chunk_base
   const void* state_indices = nullptr;   // -1: skip the sequence, o = 0

@@ -46,6 +46,10 @@ QLA_SLOT_FIELD(first_chunk, item.first_chunk)
 QLA_SLOT_FIELD(chunk_base, item.chunk_base)
 QLA_SLOT_FIELD(checkpoint_base, item.checkpoint_base)
 QLA_SLOT_FIELD(state_index, state_index)
+QLA_SLOT_FIELD(sequence, item.sequence)
+QLA_SLOT_FIELD(token, item.token)  // its low half
+QLA_SLOT_FIELD(chunk_slot, item.slot)
+QLA_SLOT_FIELD(skip_rows, skip_rows)
 QLA_SLOT_FIELD(row, row)
 QLA_SLOT_FIELD(batch, batch)
 }  // namespace slot

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "cuda/kernels/chunk_gates/vectors.cuh"
 #include "cuda/kernels/plan_segments/boundaries.cuh"
 #include "cuda/kernels/plan_segments/config.hpp"
 #include "cuda/ptx/control.cuh"
@@ -36,25 +37,30 @@ struct Shared {
   int32_t invalid;
 };
 
-// chunk_table: a thread a slot; the sequence by binary search for the last n with bos(n) / 64 + n <= slot
-__device__ __forceinline__ void write_chunks(const Args& a, const Shared& s, bool cached) {
-  for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < a.slots; at += int64_t(gridDim.x) * kThreads) {
-    const int64_t slot = a.first_slot + at;
-    int64_t low = 0, high = a.num_seqs;  // the answer is in [low, high)
-    if (!a.cu_seqlens) {
-      low = slot / (a.tokens / 64 + 1);  // never too far to the left by more than the rounding of n T / 64: corrected below
-      while (low + 1 < a.num_seqs && (low + 1) * a.tokens / 64 + low + 1 <= slot) low++;
-      while (low > 0 && low * a.tokens / 64 + low > slot) low--;
-    } else {
-      while (high - low > 1) {
-        const int64_t mid = (low + high) / 2, bos = cached ? s.boundaries[mid] : boundary(a, mid);
-        if (bos / 64 + mid <= slot)
-          low = mid;
-        else
-          high = mid;
-      }
+// The chunk of a slot; its sequence by binary search for the last n with bos(n) / 64 + n <= slot. bos(n): the boundary, clamped.
+template <class Bos>
+__device__ __forceinline__ ChunkRecord find_chunk(const Args& a, int64_t slot, const Bos& bos) {
+  int64_t low = 0, high = a.num_seqs;  // the answer is in [low, high)
+  if (!a.cu_seqlens) {
+    low = slot / (a.tokens / 64 + 1);  // never too far to the left by more than the rounding of n T / 64: corrected below
+    while (low + 1 < a.num_seqs && (low + 1) * a.tokens / 64 + low + 1 <= slot) low++;
+    while (low > 0 && low * a.tokens / 64 + low > slot) low--;
+  } else {
+    while (high - low > 1) {
+      const int64_t mid = (low + high) / 2;
+      if (bos(mid) / 64 + mid <= slot)
+        low = mid;
+      else
+        high = mid;
     }
-    const ChunkRecord record = record_of(a.num_seqs > 0 ? span_of(a, low) : Span{0, 0}, int32_t(low), slot);
+  }
+  return record_of(a.num_seqs > 0 ? span_of(a, low) : Span{0, 0}, int32_t(low), slot);
+}
+// chunk_table: a thread a slot
+__device__ __forceinline__ void write_chunks(const Args& a, const Shared& s, bool cached, int cta, int ctas) {
+  const auto bos = [&](int64_t n) { return cached ? s.boundaries[n] : boundary(a, n); };
+  for (int64_t at = int64_t(cta) * kThreads + threadIdx.x; at < a.slots; at += int64_t(ctas) * kThreads) {
+    const ChunkRecord record = find_chunk(a, a.first_slot + at, bos);
     *reinterpret_cast<int4*>(a.chunk_table + at) = *reinterpret_cast<const int4*>(&record);
   }
 }
@@ -166,21 +172,20 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
   }
 }
 
-__global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant__ Args a) {
-  __shared__ Shared s;
-  ptx::grid_dependency_launch();
+// the work of CTA `cta` of `ctas`
+__device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int ctas) {
   const bool cached = a.cu_seqlens && a.num_seqs <= kCachedSeqs;
   if (threadIdx.x == 0) s.invalid = 0;
   if (cached)
     for (int n = threadIdx.x; n <= a.num_seqs; n += kThreads) s.boundaries[n] = boundary(a, n);
   __syncthreads();
-  write_chunks(a, s, cached);
+  write_chunks(a, s, cached, cta, ctas);
   if (a.items) {
-    const int64_t each = (a.num_seqs + gridDim.x - 1) / gridDim.x, first = int64_t(blockIdx.x) * each;
+    const int64_t each = (a.num_seqs + ctas - 1) / ctas, first = int64_t(cta) * each;
     const int64_t last = first + each < a.num_seqs ? first + each : a.num_seqs;
     if (first < last) write_items(a, s, first, last);
   }
-  if (blockIdx.x != 0) return;
+  if (cta != 0) return;
   if (a.cu_seqlens)
     for (int64_t n = threadIdx.x; n < a.num_seqs; n += kThreads) {
       const int64_t x = raw_boundary(a, n), y = raw_boundary(a, n + 1);
@@ -197,6 +202,29 @@ __global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant_
                        : a.num_seqs > 0                                           ? boundary(a, a.num_seqs)
                                                                                   : 0;
     *a.header = header;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant__ Args a) {
+  __shared__ Shared s;
+  ptx::grid_dependency_launch();
+  plan_cta(a, s, int(blockIdx.x), int(gridDim.x));
+}
+
+// The same in the first `plan_ctas`, and in the others the gate vectors of the fused forward: a CTA a (slot, part of the heads).
+__global__ void __launch_bounds__(kThreads)
+    plan_and_gates(const __grid_constant__ Args a, const __grid_constant__ gates::Args g, int plan_ctas) {
+  __shared__ union {
+    Shared plan;
+    gates::Shared gates;
+  } s;
+  ptx::grid_dependency_launch();
+  if (int(blockIdx.x) < plan_ctas) {
+    plan_cta(a, s.plan, int(blockIdx.x), plan_ctas);
+  } else {
+    const int unit = int(blockIdx.x) - plan_ctas, slot = unit / g.parts;
+    const ChunkRecord record = find_chunk(a, slot, [&](int64_t n) { return boundary(a, n); });
+    gates::write_vectors(g, s.gates, record, slot, unit - slot * g.parts);
   }
 }
 

@@ -10,6 +10,11 @@ namespace qla::cuda::segments {
 namespace {
 constexpr int64_t kStagedBytes = 160 * 1024;
 
+int plan_ctas(const Args& args, int multiprocessors) {
+  const int64_t work = std::max<int64_t>(args.slots, args.num_seqs);
+  return int(std::clamp<int64_t>((work + kThreads - 1) / kThreads, 1, 2 * multiprocessors));
+}
+
 template <class A>
 cudaError_t launch_one_cta(void (*kernel)(A), A& args, cudaStream_t stream) {
   const int64_t bytes = int64_t(args.plan.slots) * args.plan.num_v_heads * int64_t(sizeof(float));
@@ -34,9 +39,15 @@ cudaError_t prepare() {
 }
 
 cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream) {
-  const int64_t work = std::max<int64_t>(args.slots, args.num_seqs);
-  const int64_t ctas = std::clamp<int64_t>((work + kThreads - 1) / kThreads, 1, 2 * multiprocessors);
-  plan_segments<<<unsigned(ctas), kThreads, 0, stream>>>(args);
+  plan_segments<<<unsigned(plan_ctas(args, multiprocessors)), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_with_gates(const Args& args, const gates::Args& gates, int multiprocessors, cudaStream_t stream) {
+  gates::Args sized = gates;
+  sized.parts = (gates.num_v_heads + gates::kHeads - 1) / gates::kHeads;
+  const int ctas = plan_ctas(args, multiprocessors);
+  plan_and_gates<<<unsigned(ctas + int64_t(args.slots) * sized.parts), kThreads, 0, stream>>>(args, sized, ctas);
   return cudaGetLastError();
 }
 

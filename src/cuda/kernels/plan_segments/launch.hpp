@@ -3,12 +3,15 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/kernels/chunk_gates/config.hpp"
 #include "cuda/kernels/plan_segments/config.hpp"
 
 namespace qla::cuda::segments {
 
 cudaError_t prepare();  // once a device
 cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream);
+// .. and in the same launch the fused forward's gate vectors
+cudaError_t launch_with_gates(const Args& args, const gates::Args& gates, int multiprocessors, cudaStream_t stream);
 // after chunk_intra, where sequences are cut
 struct CutArgs;
 cudaError_t launch_cut(CutArgs& args, cudaStream_t stream);

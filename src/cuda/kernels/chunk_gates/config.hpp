@@ -1,0 +1,25 @@
+// chunk_gates: the gate vectors that the fused forward loads; arguments. Host- and device-includable.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/formats.hpp"
+#include "cuda/kernels/chunk_intra/config.hpp"
+
+namespace qla::cuda::gates {
+
+struct Args {
+  int64_t tokens;  // T of one batch row
+  int32_t varlen;  // 1: one batch row; 0: sequence n is batch row n
+  int32_t num_v_heads;
+  int32_t parts;   // CTAs a slot: set by the launch
+  uint32_t flags;  // QLA_FLAG_RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
+  float scale;
+  intra::View g, beta;         // [B, T, HV]; g may be absent
+  intra::View a_log, dt_bias;  // [HV] (stride[2]) with QLA_FLAG_RAW_GATE; dt_bias may be absent
+  float* vec;                  // [slot][HV][kFusedVecFloats]
+};
+
+inline constexpr int kHeads = 32;  // of a CTA
+
+}  // namespace qla::cuda::gates

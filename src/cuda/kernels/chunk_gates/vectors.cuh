@@ -1,0 +1,90 @@
+// The gate vectors of one chunk and up to 32 value heads for the fused forward, by one CTA of plan_and_gates. Computes (F0),
+// (F1).
+//
+// Gate and beta lie [token][head]: a thread decodes row t / 8 of heads t % 8 + 8 i, so that a warp touches 4 rows and not 32, and
+// hands them over in shared memory; then a warp has heads w and w + 16, a lane rows 2 lane and 2 lane + 1.
+// Tail: raw gate and beta are 0 in rows past the end. Not here: norms (a call that normalises goes the other way).
+#pragma once
+
+#include "cuda/kernels/chunk_gates/config.hpp"
+#include "cuda/kernels/chunk_intra/gates.cuh"
+#include "cuda/math/warp.cuh"
+
+namespace qla::cuda::gates {
+
+inline constexpr int kThreads = 512;
+inline constexpr int kPitch = 68;  // a warp stores four rows of eight heads: all banks
+
+struct Shared {
+  float gate[kHeads][kPitch], beta[kHeads][kPitch];
+};
+
+// Elements at offset + 8 i stride, i < count, as they lie in memory: all asked for before one is looked at.
+struct Raw {
+  uint32_t low[kHeads / 8], high[kHeads / 8];
+};
+template <typename Word>
+__device__ __forceinline__ void load_raw_as(Raw& raw, const void* data, int64_t offset, int64_t stride, int count) {
+#pragma unroll
+  for (int i = 0; i < kHeads / 8; i++) {
+    const Word x = i < count ? static_cast<const Word*>(data)[offset + 8 * i * stride] : Word(0);
+    raw.low[i] = uint32_t(x);
+    if constexpr (sizeof(Word) == 8) raw.high[i] = uint32_t(uint64_t(x) >> 32);
+  }
+}
+__device__ __forceinline__ void load_raw(Raw& raw, const intra::View& view, int64_t offset, int count) {
+  if (view.dtype == QLA_FLOAT32)
+    load_raw_as<uint32_t>(raw, view.data, offset, view.stride[2], count);
+  else if (view.dtype == QLA_FLOAT64)
+    load_raw_as<unsigned long long>(raw, view.data, offset, view.stride[2], count);
+  else
+    load_raw_as<uint16_t>(raw, view.data, offset, view.stride[2], count);
+}
+
+__device__ __forceinline__ void write_vectors(const Args& a, Shared& s, const ChunkRecord& record, int slot, int part) {
+  const int first = part * kHeads, heads = min(kHeads, a.num_v_heads - first);
+  {
+    const int row = int(threadIdx.x) / 8, column = int(threadIdx.x) % 8;
+    const int64_t batch = a.varlen ? 0 : record.sequence, token = record.token - batch * a.tokens + row;
+    const bool inside = row < record.rows;
+    const int count = inside ? (heads - column + 7) / 8 : 0;
+    const auto offset = [&](const intra::View& x) {
+      return batch * x.stride[0] + token * x.stride[1] + (first + column) * x.stride[2];
+    };
+    Raw g{}, beta{};
+    if (a.g.data) load_raw(g, a.g, offset(a.g), count);
+    load_raw(beta, a.beta, offset(a.beta), count);
+#pragma unroll
+    for (int i = 0; i < kHeads / 8; i++) {
+      const int head = column + 8 * i;
+      if (head >= heads) break;
+      float rate = 1.f, bias = 0.f;
+      if (a.flags & QLA_FLAG_RAW_GATE) {
+        rate = expf(intra::load_element(a.a_log, (first + head) * a.a_log.stride[2]));
+        if (a.dt_bias.data) bias = intra::load_element(a.dt_bias, (first + head) * a.dt_bias.stride[2]);
+      }
+      s.gate[head][row] =
+          inside ? intra::decode_gate(intra::decode(g.low[i], g.high[i], a.g.dtype, false), a.flags, rate, bias) * kLog2e : 0.f;
+      s.beta[head][row] =
+          inside ? intra::decode_beta(intra::decode(beta.low[i], beta.high[i], a.beta.dtype, false), a.flags) : 0.f;
+    }
+  }
+  __syncthreads();
+  if (record.rows == 0) return;
+  const int lane = threadIdx.x % 32;
+  for (int head = threadIdx.x / 32; head < heads; head += kThreads / 32) {
+    const float2 g = *reinterpret_cast<const float2*>(&s.gate[head][2 * lane]);
+    const float2 beta = *reinterpret_cast<const float2*>(&s.beta[head][2 * lane]);
+    const float through = warp_inclusive_sum(g.x + g.y, lane);
+    const float c0 = through - g.y, c1 = through, last = __shfl_sync(~0u, through, 31);
+    const float gamma0 = exp2_approx(c0), gamma1 = exp2_approx(c1);
+    float2* out = reinterpret_cast<float2*>(a.vec + (int64_t(slot) * a.num_v_heads + first + head) * kFusedVecFloats) + lane;
+    out[kFusedCum / 2] = make_float2(c0, c1);
+    out[kFusedBeta / 2] = beta;
+    out[kFusedGamma / 2] = make_float2(gamma0, gamma1);
+    out[kFusedQ / 2] = make_float2(a.scale * gamma0, a.scale * gamma1);
+    out[kFusedE / 2] = make_float2(exp2_approx(last - c0) * beta.x, exp2_approx(last - c1) * beta.y);
+  }
+}
+
+}  // namespace qla::cuda::gates

@@ -1,0 +1,39 @@
+// Sizes of the fused forward kernel; host-includable.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/formats.hpp"
+
+namespace qla::cuda {
+
+struct FusedConfig {
+  static constexpr int kParts = 2;  // state warpgroups, 64 value columns each
+  static constexpr bool kOutput = true;
+  static constexpr int kThreads = 512;
+
+  // K and Q stage: two panels of 64 columns, in each 64 rows of K, then 64 of Q | gate vectors. V stage: two panels; O takes
+  // their place.
+  static constexpr int kStages = 3;
+  static constexpr int kKqBytes = 32768, kPanelBytes = 16384, kVBytes = 16384;
+  static constexpr int kOffVec = kKqBytes, kStageBytes = kKqBytes + 2048;
+  static constexpr int kOffV = kStages * kStageBytes;
+  static constexpr int kOffPairs = kOffV + kStages * kVBytes;          // 2 x (Abar, Pg)
+  static constexpr int kOffExchange = kOffPairs + 4 * kTileSmemBytes;  // of the inverse
+  static constexpr int kExchangeBytes = 14336;
+  static constexpr int kItemBytes = 96, kItemSlots = 2;
+  static constexpr int kOffItems = kOffExchange + kExchangeBytes;
+  static constexpr int kOffBarriers = kOffItems + kItemSlots * kItemBytes;
+  static constexpr int kNumBarriers = 8 * kStages + 4 + 2 * kItemSlots;
+  static constexpr int kSmemBytes = kOffBarriers + 8 * kNumBarriers + 1024;  // 1,024: alignment of the dynamic part
+
+  static constexpr int kItemReaders = 2 * kParts + 1 + 4;  // arrivals that hand an item's slot back
+
+  // setmaxnreg shares out what the launch reserved: 128 a thread. A sum above it hangs.
+  static constexpr int kRegsLoad = 24, kRegsIntra = 104, kRegsState = 192;
+  static_assert(kRegsLoad + kRegsIntra + kParts * kRegsState <= 512);
+  static_assert(kSmemBytes <= 232448);
+  static_assert(kStageBytes % 1024 == 0 && kOffV % 1024 == 0);
+};
+
+}  // namespace qla::cuda

@@ -1,0 +1,88 @@
+// gdn_forward_fused - outputs and end state of one sequence and value head, the intra-chunk stage included. Computes (F2)-(F9)
+// with the gate vectors of chunk_gates.
+//   grid: persistent; CTA b takes work item b, then whatever the queue counter gives. Not here: gates, norms, snapshots,
+//   checkpoints, cut sequences, V-split: such calls run chunk_intra and gdn_forward.
+//
+// clang-format off
+// Roles      warps             regs  owns                          per chunk
+//   load     0                 24    the item queue                lane 0 issues tensor loads (K, Q, V) and one bulk load (gate vectors)
+//   store    1, 2              24    -                             tensor store of one state warpgroup's O each (a tail row by row); hands V's stage back
+//   helper   3                 24    rows past a sequence's end    zeroes them in a last chunk's tiles; o of skipped sequences and past the last one
+//   intra    4-7               104   exchange memory               K [K;Q]^T; Abar (F3), Pg (F6), a chunk or two ahead of the states
+//   state    8-11, 12-15       192   S^T rows (64 x 128 fp32 each) KS, QS; R (F4); Delta (F5); E (F8); S (F9); O (F7)
+//
+// Edges                 from -> to               count               guards
+//   tiles.full[3]       load or helper -> intra, state  1 (+ tx)     K, Q and gate vectors of a stage
+//   tiles.empty[3]      state -> load            8 (warps)           the same (intra is done: its pair was waited for)
+//   values.full[3]      load or helper -> state  1 (+ tx)            V of a stage
+//   out[2][3]           state -> store           4 (warps)           O in V's place
+//   values.empty[3]     store -> load            2                   V's stage: its O has been read out
+//   raw_*[3]            load -> helper           1 + tx              tiles of a last chunk with rows to zero; the helper then completes full
+//   pairs.full[2]       intra -> state           4 (warps)           Abar and Pg of a chunk
+//   pairs.empty[2]      state -> intra           8 (warps)           the same
+//   item_full[2]        load -> all others       1                   a work item's slot
+//   item_empty[2]       all others -> load       9                   the same
+//   turn[2]             state -> state           256 (named)         the tensor cores at the first product: the two take turns
+// Written by ordinary stores and read by wgmma or a tensor store: proxy fence in every writing thread before its arrive.
+//
+// SMEM          KiB
+//   K, Q        3 x 34     K rows then Q rows in each of two 64-column panels | cumulated gate, beta, gamma, q_scale, e_scale
+//   V           3 x 16     O takes its place
+//   Abar, Pg    2 x 16     lower blocks under standing zeros, 32-byte swizzle (formats.hpp)
+//   exchange    14         the inverse's operands (math/tril_inverse.cuh)
+// clang-format on
+//
+// Tail: rows past the end in a sequence's last chunk belong to others or are padding (NaN perhaps): zeroed in K, Q, V before use;
+// the vectors come so from chunk_gates. Its O rows are stored one by one.
+#pragma once
+
+#include "cuda/kernels/forward_fused/role_intra.cuh"
+#include "cuda/kernels/forward_fused/role_load.cuh"
+#include "cuda/kernels/forward_fused/role_state.cuh"
+
+namespace qla::cuda {
+
+template <typename T>
+__global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(const __grid_constant__ ForwardArgs a) {
+  using Cfg = FusedConfig;
+  extern __shared__ uint8_t smem[];
+  const FusedSmem sm{(ptx::shared_address(smem) + 1023) & ~1023u};
+  if (threadIdx.x == 0) {
+    sm.tiles().init(1, 4 * Cfg::kParts);
+    sm.values().init(1, Cfg::kParts);
+    sm.pairs().init(4, 4 * Cfg::kParts);
+    sm.items().init(1, Cfg::kItemReaders);
+    for (int s = 0; s < Cfg::kStages; s++) {
+      ptx::mbarrier_init(sm.raw_tiles(s), 1);
+      ptx::mbarrier_init(sm.raw_values(s), 1);
+      for (int part = 0; part < Cfg::kParts; part++) ptx::mbarrier_init(sm.out_full(part, s), 4);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  // zeros that stay: above the diagonals of the tiles, and in the exchange memory
+  for (int i = threadIdx.x; i < (Cfg::kOffItems - Cfg::kOffPairs) / 16; i += Cfg::kThreads)
+    ptx::sts4u(sm.base + Cfg::kOffPairs + 16 * i, 0, 0, 0, 0);
+  ptx::proxy_fence();
+  __syncthreads();
+  ptx::grid_dependency_wait();
+  const int group = threadIdx.x / 128;
+  if (group == 0) {
+    ptx::setmaxnreg_dec<Cfg::kRegsLoad>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      if (threadIdx.x == 0) fused_load_role(a, sm);
+    } else if (warp == 3) {
+      fused_helper_role(a, sm);
+    } else {
+      fused_store_role(a, sm, warp - 1);
+    }
+  } else if (group == 1) {
+    ptx::setmaxnreg_dec<Cfg::kRegsIntra>();
+    intra_role<T>(a, sm);
+  } else {
+    ptx::setmaxnreg_inc<Cfg::kRegsState>();
+    fused_state_role<T>(a, sm, group - 2);
+  }
+}
+
+}  // namespace qla::cuda

@@ -1,0 +1,185 @@
+// The fused forward's load warp and its helpers, in 24 registers: an item's fields are read where they are used, where that is
+// once an item; what the load thread needs between a stage's release and its loads is in registers and advances by a stride.
+#pragma once
+
+#include "cuda/kernels/forward_fused/smem.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace qla::cuda {
+
+// ---- load: one thread
+__device__ __forceinline__ void put_field(uint32_t slot, size_t offset, int x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(slot + uint32_t(offset)), "r"(x) : "memory");
+}
+// An item's slot, completed by what only the device knows (as fetch_item() in forward/role_load.cuh). False: no more work.
+__device__ __forceinline__ bool fetch_fused_item(const ForwardArgs& a, uint32_t slot, int index) {
+  if (index < a.p.max_items) {  // beside the load of num_items, and not through registers
+    const uint4* from = reinterpret_cast<const uint4*>(a.p.items + index);
+#pragma unroll
+    for (int i = 0; i < 4; i++) ptx::cp_async<16>(slot + 16 * i, from + i);
+  }
+  const bool valid = index < a.p.plan->num_items;
+  put_field(slot, offsetof(ItemSlot, valid), valid);
+  ptx::cp_async_wait_all();
+  if (!valid) return false;
+  const int sequence = slot::sequence(slot);
+  int state = sequence, skip_rows = 0;
+  if (a.p.state_indices) {
+    state = a.p.state_indices_dtype == QLA_INT64 ? int(static_cast<const int64_t*>(a.p.state_indices)[sequence])
+                                                 : static_cast<const int32_t*>(a.p.state_indices)[sequence];
+    if (state < 0) {
+      skip_rows = slot::chunks(slot) > 0 ? (slot::chunks(slot) - 1) * 64 + slot::last_rows(slot) : 0;
+      put_field(slot, offsetof(ItemSlot, item.chunks), 0);
+      put_field(slot, offsetof(ItemSlot, item.is_last), 0);
+      put_field(slot, offsetof(ItemSlot, item.start), QLA_START_ZERO);
+    }
+  }
+  if (slot::start(slot) == QLA_START_INITIAL &&
+      (!a.p.initial_state.data || (a.p.has_initial_state && !a.p.has_initial_state[sequence])))
+    put_field(slot, offsetof(ItemSlot, item.start), QLA_START_ZERO);
+  const int batch = a.p.batch > 1 ? sequence : 0;  // dense input: a sequence is a batch row
+  put_field(slot, offsetof(ItemSlot, state_index), state);
+  put_field(slot, offsetof(ItemSlot, skip_rows), skip_rows);
+  put_field(slot, offsetof(ItemSlot, batch), batch);
+  put_field(slot, offsetof(ItemSlot, row), slot::token(slot) - batch * int(a.row_tokens));
+  return true;
+}
+
+__device__ __forceinline__ void fused_load_role(const ForwardArgs& a, const FusedSmem& sm) {
+  using Cfg = FusedConfig;
+  const auto tiles = sm.tiles();
+  const auto values = sm.values();
+  int s = 0;
+  uint32_t phase = 1;  // of the empty barriers: the first round passes
+  uint32_t taken = 0;
+  for (int index = blockIdx.x;;) {
+    ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
+    const uint32_t item = sm.slot_address(taken & 1);
+    const bool valid = fetch_fused_item(a, item, index);
+    ptx::mbarrier_arrive(sm.items().full(taken & 1));
+    if (!valid) break;
+    taken++;
+    const int v_head = slot::v_head(item), k_head = v_head / (a.p.num_v_heads / a.p.num_k_heads), batch = slot::batch(item);
+    const bool has_tail = slot::last_rows(item) != 64;
+    const float* record = a.p.vec + (int64_t(slot::chunk_slot(item)) * a.p.num_v_heads + v_head) * kFusedVecFloats;
+    int row = slot::row(item);
+#pragma unroll 1
+    for (int left = slot::chunks(item); left > 0; left--) {
+      const bool raw = left == 1 && has_tail;
+      ptx::mbarrier_wait(tiles.empty(s), phase);
+      {
+        const uint32_t st = sm.stage(s), bar = raw ? sm.raw_tiles(s) : tiles.full(s);
+        ptx::mbarrier_arrive_expect(bar, Cfg::kKqBytes + 4 * kFusedVecFloats);
+#pragma unroll
+        for (int p = 0; p < 2; p++) {
+          ptx::tensor_load_4d(st + p * Cfg::kPanelBytes, &a.k, 64 * p, k_head, row, batch, bar);
+          ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
+        }
+        ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
+      }
+      ptx::mbarrier_wait(values.empty(s), phase);
+      {
+        const uint32_t v = sm.v_stage(s), bar = raw ? sm.raw_values(s) : values.full(s);
+        ptx::mbarrier_arrive_expect(bar, Cfg::kVBytes);
+#pragma unroll
+        for (int p = 0; p < 2; p++) ptx::tensor_load_4d(v + p * 8192, &a.v, 64 * p, v_head, row, batch, bar);
+      }
+      row += 64;
+      record += a.p.num_v_heads * kFusedVecFloats;
+      if (++s == Cfg::kStages) s = 0, phase ^= 1;
+    }
+    index = gridDim.x + atomicAdd(&a.p.plan->next_item, 1);
+  }
+}
+
+// ---- store: O^T of a state warpgroup's 64 value columns, in V's place, to global memory: a whole chunk by tensor store, a tail
+// row by row. Then V's stage is handed back.
+__device__ __forceinline__ void store_tail(const ForwardArgs& a, uint32_t item, uint32_t tile, int row, int col, int lane) {
+  const int64_t at = slot::batch(item) * a.p.o.stride_b + (row + lane / 8) * a.p.o.stride_t + slot::v_head(item) * a.p.o.stride_h;
+  char* o = static_cast<char*>(const_cast<void*>(a.p.o.data)) + 2 * (at + col) + lane % 8 * 16;
+#pragma unroll 1
+  for (int r = lane / 8; r < slot::last_rows(item); r += 4, o += 8 * a.p.o.stride_t)
+    *reinterpret_cast<uint4*>(o) = ptx::lds4u(tile + swizzle_128(r * 128 + lane % 8 * 16));
+}
+__device__ __forceinline__ void fused_store_role(const ForwardArgs& a, const FusedSmem& sm, int part) {
+  const auto values = sm.values();
+  const int lane = threadIdx.x % 32;
+  FusedWalk walk;
+  for (;; walk.next_item()) {
+    ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
+    if (!slot::valid(sm.slot_address(walk.slot()))) break;
+    int row = slot::row(sm.slot_address(walk.slot()));
+#pragma unroll 1
+    for (walk.begin_item(slot::chunks(sm.slot_address(walk.slot()))); walk.more(); walk.next_chunk(), row += 64) {
+      const uint32_t item = sm.slot_address(walk.slot());
+      const int s = walk.stage, v_head = slot::v_head(item), batch = slot::batch(item);
+      ptx::mbarrier_wait(sm.out_full(part, s), walk.phase());
+      const uint32_t tile = sm.v_stage(s) + part * 8192;
+      if (walk.bits < 64 && slot::last_rows(item) != 64) {
+        store_tail(a, item, tile, row, part * 64, lane);
+        __syncwarp();
+      } else if (lane == 0) {
+        ptx::tensor_store_4d(&a.o, part * 64, v_head, row, batch, tile);
+        ptx::bulk_commit();
+        ptx::bulk_wait_read();
+      }
+      if (lane == 0) ptx::mbarrier_arrive(values.empty(s));
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
+  }
+  if (lane == 0) ptx::bulk_wait();
+}
+
+// ---- helper: rows past a sequence's end, zero outputs
+__device__ __forceinline__ void zero_row(const ForwardArgs& a, int batch, int row, int v_head, int lane, int lanes) {
+  char* o = static_cast<char*>(const_cast<void*>(a.p.o.data)) +
+            2 * (batch * a.p.o.stride_b + row * a.p.o.stride_t + v_head * a.p.o.stride_h);
+#pragma unroll 1
+  for (int i = lane; i < 16; i += lanes) *reinterpret_cast<uint4*>(o + 16 * i) = make_uint4(0, 0, 0, 0);
+}
+__device__ __forceinline__ void zero_rows_from(uint32_t panel, int rows, int runs, int lane) {
+#pragma unroll 1
+  for (int run = 0; run < runs; run++)
+#pragma unroll 1
+    for (int at = rows * 128 + lane * 16; at < 8192; at += 512) ptx::sts4u(panel + run * 8192 + at, 0, 0, 0, 0);
+}
+__device__ __forceinline__ void fused_helper_role(const ForwardArgs& a, const FusedSmem& sm) {
+  const int lane = threadIdx.x % 32;
+  if (a.p.batch == 1) {  // tokens after the last sequence; dense input has none
+#pragma unroll 1
+    for (int token = int(a.p.plan->end_token) + blockIdx.x; token < a.p.tokens; token += gridDim.x)
+#pragma unroll 1
+      for (int h = 0; h < a.p.num_v_heads; h++) zero_row(a, 0, token, h, lane, 32);
+  }
+  uint32_t walked = 0;  // chunks
+  uint32_t phases = 0;  // parity of raw_tiles[stage] and raw_values[stage], a bit each: it advances only in that stage's tails
+  for (uint32_t taken = 0;; taken++) {
+    ptx::mbarrier_wait(sm.items().full(taken & 1), taken >> 1 & 1);
+    const uint32_t item = sm.slot_address(taken & 1);
+    if (!slot::valid(item)) break;
+#pragma unroll 1
+    for (int r = lane / 8; r < slot::skip_rows(item); r += 4)
+      zero_row(a, slot::batch(item), slot::row(item) + r, slot::v_head(item), lane % 8, 8);
+    walked += slot::chunks(item);
+    const int rows = slot::last_rows(item);
+    if (slot::chunks(item) > 0 && rows != 64) {
+      const int s = int((walked - 1) % uint32_t(FusedConfig::kStages));
+      ptx::mbarrier_wait(sm.raw_tiles(s), phases >> s & 1);
+      zero_rows_from(sm.stage(s), rows, 4, lane);
+      ptx::mbarrier_wait(sm.raw_values(s), phases >> s & 1);
+      zero_rows_from(sm.v_stage(s), rows, 2, lane);
+      phases ^= 1u << s;
+      ptx::proxy_fence();
+      __syncwarp();
+      if (lane == 0) {
+        ptx::mbarrier_arrive(sm.tiles().full(s));
+        ptx::mbarrier_arrive(sm.values().full(s));
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(sm.items().empty(taken & 1));
+  }
+}
+
+}  // namespace qla::cuda

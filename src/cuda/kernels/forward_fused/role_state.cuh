@@ -1,0 +1,111 @@
+// The fused forward's state role: the recurrence (F4)-(F9) of 64 value columns by one warpgroup. 192 registers: the state and K S
+// | Q S are accumulators of 64 registers, O takes the place of Q S.
+#pragma once
+
+#include "cuda/kernels/forward/role_state.cuh"
+#include "cuda/kernels/forward_fused/smem.cuh"
+
+namespace qla::cuda {
+
+template <typename T>
+__device__ __forceinline__ void fused_state_role(const ForwardArgs& a, const FusedSmem& sm, int part) {
+  using Cfg = FusedConfig;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  // this lane's row of V and O; 16 tokens further: + 2,048
+  const uint32_t v_lane = transposed_lane(part * 8192, 0, warp * 16, 64, lane);
+  const auto tiles = sm.tiles();
+  auto take_turn = [&] { ptx::named_sync(4 + part, 256); };
+  auto pass_turn = [&] { ptx::named_arrive(5 - part, 256); };
+  if (part == 1) pass_turn();
+  FusedWalk walk;
+  float S[2][32];
+  float(&state)[64] = reinterpret_cast<float(&)[64]>(S);
+  for (;; walk.next_item()) {
+    ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
+    if (!slot::valid(sm.slot_address(walk.slot()))) break;
+    start_state(a, sm.slot_address(walk.slot()), S, part);
+#pragma unroll 1
+    for (walk.begin_item(slot::chunks(sm.slot_address(walk.slot()))); walk.more(); walk.next_chunk()) {
+      const int s = walk.stage;
+      ptx::mbarrier_wait(tiles.full(s), walk.phase());
+      const uint32_t st = sm.stage(s), vec = st + Cfg::kOffVec + lane % 4 * 8, v = sm.v_stage(s) + v_lane,
+                     abar = sm.pair(walk.pair());
+      uint32_t sf[32];
+#pragma unroll
+      for (int i = 0; i < 32; i++) sf[i] = pack<T>(state[2 * i], state[2 * i + 1]);
+      const float gamma_c = ptx::lds(st + Cfg::kOffVec + (kFusedGamma + 63) * 4);
+#pragma unroll
+      for (int i = 0; i < 64; i++) state[i] *= gamma_c;  // before anything is issued: later is slower
+      float acc[64];                                     // (K S)^T, (Q S)^T
+      take_turn();
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int w = 0; w < 8; w++)
+        ptx::wgmma_rs<T, 0>(acc, sf + 4 * w, descriptor_k_major(st + w / 4 * Cfg::kPanelBytes + w % 4 * 32), w > 0);
+      ptx::wgmma_commit();
+      ptx::mbarrier_wait(sm.values().full(s), walk.phase());
+      uint32_t vt[16];
+#pragma unroll
+      for (int j = 0; j < 4; j++) ptx::ldmatrix_x4_trans(v + 2048 * j, vt[4 * j], vt[4 * j + 1], vt[4 * j + 2], vt[4 * j + 3]);
+      ptx::wgmma_wait();
+      pass_turn();
+      float2 scale[8];
+      load_columns(scale, vec + kFusedGamma * 4);
+      uint32_t rf[16];
+#pragma unroll
+      for (int n = 0; n < 8; n++) {  // (F4)
+        const float2 low = unpack<T>(vt[2 * n]), high = unpack<T>(vt[2 * n + 1]);
+        rf[2 * n] = pack<T>(low.x - scale[n].x * acc[4 * n], low.y - scale[n].y * acc[4 * n + 1]);
+        rf[2 * n + 1] = pack<T>(high.x - scale[n].x * acc[4 * n + 2], high.y - scale[n].y * acc[4 * n + 3]);
+      }
+      load_columns(scale, vec + kFusedQ * 4);
+      float o[32];
+#pragma unroll
+      for (int n = 0; n < 8; n++) {  // (F7) first term
+        o[4 * n] = acc[32 + 4 * n] * scale[n].x;
+        o[4 * n + 1] = acc[33 + 4 * n] * scale[n].y;
+        o[4 * n + 2] = acc[34 + 4 * n] * scale[n].x;
+        o[4 * n + 3] = acc[35 + 4 * n] * scale[n].y;
+      }
+      ptx::mbarrier_wait(sm.pairs().full(walk.pair()), walk.pair_phase());
+      float delta[32];
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int w = 0; w < 4; w++)  // (F5)
+        ptx::wgmma_rs<T, 0>(delta, rf + 4 * w, descriptor_k_major_32(abar + 2048 * w), w > 0);
+      ptx::wgmma_commit();
+      load_columns(scale, vec + kFusedE * 4);
+      ptx::pin(o);
+      ptx::wgmma_wait();
+      uint32_t ef[16], df[16];
+      scaled_operand<T>(ef, delta, scale);  // (F8)
+      pack_operand<T>(df, delta);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int w = 0; w < 4; w++)  // (F9) S^T += E^T K
+        ptx::wgmma_rs<T, 1>(state, ef + 4 * w, descriptor_mn_major(st + 2048 * w, Cfg::kPanelBytes), 1);
+#pragma unroll
+      for (int w = 0; w < 4; w++)  // (F7) second term
+        ptx::wgmma_rs<T, 0>(o, df + 4 * w, descriptor_k_major_32(abar + kTileSmemBytes + 2048 * w), 1);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait();
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        ptx::stmatrix_x4_trans(v + 2048 * j, pack<T>(o[8 * j], o[8 * j + 1]), pack<T>(o[8 * j + 2], o[8 * j + 3]),
+                               pack<T>(o[8 * j + 4], o[8 * j + 5]), pack<T>(o[8 * j + 6], o[8 * j + 7]));
+      ptx::proxy_fence();
+      __syncwarp();
+      if (lane == 0) {
+        ptx::mbarrier_arrive(sm.out_full(part, s));
+        ptx::mbarrier_arrive(tiles.empty(s));
+        ptx::mbarrier_arrive(sm.pairs().empty(walk.pair()));
+      }
+    }
+    save_state<Cfg>(a, sm.slot_address(walk.slot()), S, 0, true, part);
+    ptx::named_sync(2 + part, 128);
+    if (threadIdx.x % 128 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
+  }
+  if (part == 0) take_turn();
+}
+
+}  // namespace qla::cuda

@@ -1,0 +1,49 @@
+// Shared memory and edges of the fused forward kernel's roles.
+#pragma once
+
+#include "cuda/kernels/forward/smem.cuh"
+#include "cuda/kernels/forward_fused/config.hpp"
+
+namespace qla::cuda {
+
+struct FusedSmem {
+  using Cfg = FusedConfig;
+  uint32_t base;
+  __device__ __forceinline__ uint32_t stage(int s) const { return base + s * Cfg::kStageBytes; }
+  __device__ __forceinline__ uint32_t v_stage(int s) const { return base + Cfg::kOffV + s * Cfg::kVBytes; }
+  // the intra role's two tile pairs, Abar, then Pg
+  __device__ __forceinline__ uint32_t pair(int p) const { return base + Cfg::kOffPairs + p * 2 * kTileSmemBytes; }
+  __device__ __forceinline__ uint32_t exchange() const { return base + Cfg::kOffExchange; }
+  __device__ __forceinline__ uint32_t slot_address(int s) const { return base + Cfg::kOffItems + s * Cfg::kItemBytes; }
+  // barriers
+  __device__ __forceinline__ uint32_t bar(int i) const { return base + Cfg::kOffBarriers + 8 * i; }
+  __device__ __forceinline__ Edge<3> tiles() const { return {bar(0)}; }
+  __device__ __forceinline__ Edge<3> values() const { return {bar(6)}; }
+  __device__ __forceinline__ uint32_t raw_tiles(int s) const { return bar(12 + s); }
+  __device__ __forceinline__ uint32_t raw_values(int s) const { return bar(15 + s); }
+  __device__ __forceinline__ uint32_t out_full(int part, int s) const { return bar(18 + 3 * part + s); }
+  __device__ __forceinline__ Edge<2> pairs() const { return {bar(24)}; }
+  __device__ __forceinline__ Edge<2> items() const { return {bar(28)}; }
+};
+// A role's way through stages, tile pairs and item slots, in two registers.
+struct FusedWalk {
+  int stage = 0;
+  // 0: parity of the round of stages; 1, 2: pair and parity of its round; 3, 4: item slot and parity of its round; 5 ..: chunks
+  // left
+  uint32_t bits = 0;
+  __device__ __forceinline__ uint32_t phase() const { return bits & 1; }
+  __device__ __forceinline__ uint32_t pair() const { return bits >> 1 & 1; }
+  __device__ __forceinline__ uint32_t pair_phase() const { return bits >> 2 & 1; }
+  __device__ __forceinline__ uint32_t slot() const { return bits >> 3 & 1; }
+  __device__ __forceinline__ uint32_t slot_phase() const { return bits >> 4 & 1; }
+  __device__ __forceinline__ void begin_item(int chunks) { bits |= uint32_t(chunks) << 5; }
+  __device__ __forceinline__ bool more() const { return bits >= 32; }
+  __device__ __forceinline__ void next_chunk() {
+    bits = ((bits & ~6u) | ((bits + 2) & 6)) - 32;
+    if (++stage == FusedConfig::kStages) stage = 0, bits ^= 1;
+  }
+  __device__ __forceinline__ void next_item() { bits = (bits + 8) & 31; }
+};
+static_assert(FusedConfig::kStages == 3 && FusedConfig::kItemSlots == 2);
+
+}  // namespace qla::cuda
