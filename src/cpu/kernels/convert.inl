@@ -147,15 +147,24 @@ HWY_INLINE void store_panel(const T* HWY_RESTRICT panel, int rows, int first, in
 
 template <class T>
 void normalize_rows(T* data, int64_t ld, int rows, int n, T* rnorm) {
+  const hn::ScalableTag<T> d;
+  (void)n;  // rows are zero from n to ld, which is a multiple of every vector
   for (int r = 0; r < rows; ++r, data += ld) {
-    T sums[8] = {};  // a fixed order that vectorises
-    int i = 0;
-    for (; i + 8 <= n; i += 8)
-      for (int j = 0; j < 8; ++j) sums[j] += data[i + j] * data[i + j];
-    for (int j = 0; i < n; ++i, ++j) sums[j] += data[i] * data[i];
-    const T sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    Vec<T> sums[4] = {hn::Zero(d), hn::Zero(d), hn::Zero(d), hn::Zero(d)};  // chains enough to hide an addition's latency
+    int64_t i = 0;
+    for (; i + 4 * kLanes<T> <= ld; i += 4 * kLanes<T>)
+      for (int j = 0; j < 4; ++j) {
+        const Vec<T> x = hn::Load(d, data + i + j * kLanes<T>);
+        sums[j] = hn::MulAdd(x, x, sums[j]);
+      }
+    for (; i < ld; i += kLanes<T>) {
+      const Vec<T> x = hn::Load(d, data + i);
+      sums[0] = hn::MulAdd(x, x, sums[0]);
+    }
+    const T sum = hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(sums[0], sums[1]), hn::Add(sums[2], sums[3]))));
     const T inverse = static_cast<T>(1 / ::sqrt(static_cast<double>(sum) + 1e-6));
-    for (i = 0; i < n; ++i) data[i] *= inverse;
+    const Vec<T> by = hn::Set(d, inverse);
+    for (i = 0; i < ld; i += kLanes<T>) hn::Store(hn::Mul(by, hn::Load(d, data + i)), d, data + i);
     rnorm[r] = inverse;
   }
 }
