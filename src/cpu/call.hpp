@@ -113,16 +113,18 @@ struct TileSet {
   std::vector<HeadTiles<T>> heads;
   T *q_rnorm = nullptr, *k_rnorm = nullptr;  // backward's
 
+  // What the walk of value head h reads, from k_t on.
+  int64_t bytes(int h) const { return reinterpret_cast<const char*>(heads[h].gamma) - reinterpret_cast<const char*>(chunk.k_t); }
   // With a null carver base it only counts.
   void carve(Carver<T>& carver, const Call<T>& call, int c, int heads_count, bool backward) {
     chunk.c = c;
     chunk.k_dim = call.k_dim;
     chunk.ld = call.ld;
-    chunk.kq = carver.take(2LL * c * call.ld);
+    chunk.kq = backward ? carver.take(2LL * c * call.ld) : nullptr;
     heads.resize(heads_count);
     const int64_t transposed = static_cast<int64_t>(c) * call.k_dim;
-    chunk.k_t = carver.take(backward ? 2 * transposed : transposed);
-    chunk.q_t = backward ? chunk.k_t : nullptr;  // moved behind K's panels once the number of rows is known
+    chunk.k_t = carver.take(2 * transposed);
+    chunk.q_t = chunk.k_t;  // moved behind K's panels once the number of rows is known
     if (backward) {
       chunk.products = carver.take(2LL * c * c);
       q_rnorm = carver.take(c), k_rnorm = carver.take(c);

@@ -14,7 +14,8 @@ namespace {
 
 struct Job {
   int lane;
-  int64_t begin, end;
+  int64_t piece;
+  int home;  // the thread that had this piece of the lane's earlier phases: its caches hold what the piece needs
 };
 
 class Board {
@@ -30,9 +31,7 @@ class Board {
     std::unique_lock lock(mutex_);
     while (!error_) {
       if (!ready_.empty()) {
-        const Job job = ready_.back();
-        ready_.pop_back();
-        run(job, thread, lock);
+        run(take(thread), thread, lock);
       } else if (!idle_.empty() && next_stream_ < num_streams_) {
         const int lane = idle_.back();
         idle_.pop_back();
@@ -54,6 +53,19 @@ class Board {
   }
 
  private:
+  // Its own, else anybody's.
+  Job take(int thread) {
+    auto found = ready_.end() - 1;
+    for (auto at = ready_.end(); at != ready_.begin();)
+      if ((--at)->home == thread) {
+        found = at;
+        break;
+      }
+    const Job job = *found;
+    ready_.erase(found);
+    return job;
+  }
+
   template <typename Body>
   void guarded(std::unique_lock<std::mutex>& lock, const Body& body) {
     lock.unlock();
@@ -68,31 +80,33 @@ class Board {
   }
 
   void run(const Job& job, int thread, std::unique_lock<std::mutex>& lock) {
-    guarded(lock, [&] { lanes_[job.lane]->run(job.begin, job.end, thread); });
+    guarded(lock, [&] { lanes_[job.lane]->run(job.piece, thread); });
     if (--remaining_[job.lane] == 0) step(job.lane, thread, lock);
   }
 
   // The lane's next phases, for as long as this thread can run them whole.
   void step(int lane, int thread, std::unique_lock<std::mutex>& lock) {
     while (!error_) {
-      int64_t items = 0;
-      guarded(lock, [&] { items = lanes_[lane]->advance(); });
+      const int64_t streams = active_ + std::min<int64_t>(num_streams_ - next_stream_, static_cast<int64_t>(idle_.size()));
+      const int sharers = static_cast<int>((threads_ + streams - 1) / streams);
+      int64_t pieces = 0;
+      guarded(lock, [&] { pieces = lanes_[lane]->advance(sharers); });
       if (error_) return;
-      if (items == 0) {
+      if (pieces == 0) {
         --active_;
         idle_.push_back(lane);
         post();
         return;
       }
-      const int64_t streams = active_ + std::min<int64_t>(num_streams_ - next_stream_, static_cast<int64_t>(idle_.size()));
-      if (streams >= threads_) {
-        guarded(lock, [&] { lanes_[lane]->run(0, items, thread); });
+      if (sharers == 1) {
+        guarded(lock, [&] {
+          for (int64_t i = 0; i < pieces; ++i) lanes_[lane]->run(i, thread);
+        });
         continue;
       }
-      // two pieces a thread: an uneven finish costs half a piece
-      const int64_t pieces = std::min(items, 2 * ((threads_ + streams - 1) / streams));
       remaining_[lane] = pieces;
-      for (int64_t i = pieces - 1; i >= 0; --i) ready_.push_back({lane, items * i / pieces, items * (i + 1) / pieces});
+      for (int64_t i = pieces - 1; i >= 0; --i)
+        ready_.push_back({lane, i, static_cast<int>((lane * sharers + i % sharers) % threads_)});
       post();
       return;
     }
@@ -126,7 +140,7 @@ class Board {
   std::atomic<uint32_t> epoch_{0};
   std::vector<Job> ready_;
   std::vector<int> idle_;
-  std::vector<int64_t> remaining_;  // jobs of each lane's phase
+  std::vector<int64_t> remaining_;  // pieces of each lane's phase
   int64_t next_stream_ = 0;
   int64_t active_ = 0;
   int sleeping_ = 0;
@@ -141,7 +155,8 @@ void run_lanes(int threads, int64_t num_streams, const std::vector<std::unique_p
     Lane& lane = *lanes.front();
     for (int64_t stream = 0; stream < num_streams; ++stream) {
       lane.start(stream);
-      while (const int64_t items = lane.advance()) lane.run(0, items, 0);
+      while (const int64_t pieces = lane.advance(1))
+        for (int64_t i = 0; i < pieces; ++i) lane.run(i, 0);
     }
     return;
   }

@@ -54,7 +54,17 @@ class PrepassLane final : public Lane {
     begin_ = end_ = forward ? task_->begin - task_->forward.warmup_tokens : task_->end;
   }
 
-  int64_t advance() override {
+  int64_t advance(int sharers) override {
+    pieces_ = Pieces::of(next_items(), phase_ == Phase::Walk || phase_ == Phase::Reverse ? sharers : 2 * sharers);
+    return pieces_.count;
+  }
+
+  void run(int64_t piece, int) override { run_items(pieces_.begin(piece), pieces_.begin(piece + 1)); }
+
+ private:
+  enum class Phase { Intra, Walk, ReverseIntra, Reverse };
+
+  int64_t next_items() {
     switch (phase_) {
       case Phase::Intra:
         phase_ = Phase::Walk;
@@ -77,7 +87,7 @@ class PrepassLane final : public Lane {
     }
   }
 
-  void run(int64_t begin, int64_t end, int) override {
+  void run_items(int64_t begin, int64_t end) {
     const int64_t v_panels = phase_ == Phase::Walk && task_->state_slot < 0 ? 0 : call_.v_panels;
     switch (phase_) {
       case Phase::Intra:
@@ -92,9 +102,6 @@ class PrepassLane final : public Lane {
         reverse(begin, end);
     }
   }
-
- private:
-  enum class Phase { Intra, Walk, ReverseIntra, Reverse };
 
   int64_t chunks() const { return (end_ - begin_ + kInnerChunk - 1) / kInnerChunk; }
   int64_t walk_items() const {
@@ -169,6 +176,7 @@ class PrepassLane final : public Lane {
   const Sequence* seq_ = nullptr;
   Phase phase_ = Phase::Walk;
   int64_t begin_ = 0, end_ = 0;  // tokens of the window at work
+  Pieces pieces_;
 };
 
 // One chain of merges: each needs the one before.
@@ -177,12 +185,12 @@ class MergeLane final : public Lane {
  public:
   explicit MergeLane(const PrepassRun<T>& run) : run_(run) {}
   void start(int64_t stream) override { stream_ = stream, done_ = false; }
-  int64_t advance() override {
+  int64_t advance(int) override {
     if (done_) return 0;
     done_ = true;
     return 1;
   }
-  void run(int64_t, int64_t, int) override {
+  void run(int64_t, int) override {
     const Call<T>& call = run_.call;
     for (const Merge& m : run_.plan.chains[stream_]) {
       T* to = run_.merged + m.to * call.state_size;

@@ -12,22 +12,27 @@ namespace {
 
 inline constexpr int64_t kMergeBudget = 32LL * 1024 * 1024;  // bytes of merged states and transitions at a time
 
-template <class T>
-bool all_finite(const T* x, int64_t n) {
-  bool finite = true;
-  for (int64_t i = 0; i < n; ++i) finite &= x[i] - x[i] == 0;
-  return finite;
-}
-
-// ghat (C4) summed over each chunk of 64, NaN where an input that reaches the state (backward: or its gradient) is not finite.
+// ghat (C4) summed over the chunks of 64 that a rule may look at: those near a boundary, and all of a sequence with a given
+// state, which every chunk must help to forget. The others count 0. Whether inputs are finite is seen later, from end states.
 template <class T>
 class Decays {
  public:
-  Decays(const Call<T>& call, const std::vector<int64_t>& sequences, const qla_tensor* d_o, const qla_tensor* d_final_state)
-      : call_(call), sequences_(sequences), d_o_(d_o), d_final_state_(d_final_state) {
+  Decays(const Call<T>& call, const plan::CutRule& rule, const std::vector<int64_t>& sequences, const qla_tensor* d_final_state)
+      : call_(call), sequences_(sequences) {
     int64_t chunks = 0;
     for (const int64_t n : sequences) base_.push_back(chunks), chunks += call.sequences[n].chunks();
-    sums_.resize(static_cast<size_t>(chunks * call.problem.num_v_heads));
+    sums_.assign(static_cast<size_t>(chunks * call.problem.num_v_heads), 0.0f);
+    if (rule.exact) return;  // looks at none
+    needed_.assign(static_cast<size_t>(chunks), 0);
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      const Sequence& seq = call.sequences[sequences[i]];
+      const plan::Cut cut = plan::make_cut(seq.chunks(), rule);
+      const bool all = seq.has_initial || (d_final_state && d_final_state->data);
+      for (int64_t segment = all ? 0 : 1; segment < (all ? 1 : cut.num_segments); ++segment) {
+        const int64_t at = cut.begin(segment), reach = all ? cut.chunks : rule.max_warmup_chunks;
+        for (int64_t c = std::max<int64_t>(0, at - reach); c < std::min(at + reach, cut.chunks); ++c) needed_[base_[i] + c] = 1;
+      }
+    }
     std::vector<std::unique_ptr<Lane>> lanes;
     const auto streams = static_cast<int64_t>(sequences.size());
     for (int64_t i = 0; i < std::min<int64_t>(streams, call.threads); ++i) lanes.push_back(std::make_unique<SumLane>(*this));
@@ -43,84 +48,56 @@ class Decays {
    public:
     explicit SumLane(Decays& owner) : owner_(owner) {}
     void start(int64_t stream) override { stream_ = stream, done_ = false; }
-    int64_t advance() override {
+    int64_t advance(int sharers) override {
       if (done_) return 0;
       done_ = true;
-      return owner_.call_.sequences[owner_.sequences_[stream_]].chunks();
+      pieces_ = Pieces::of(owner_.call_.sequences[owner_.sequences_[stream_]].chunks(), 2 * sharers);
+      return pieces_.count;
     }
-    void run(int64_t begin, int64_t end, int) override {
-      for (int64_t chunk = begin; chunk < end; ++chunk) owner_.sum_chunk(stream_, chunk);
+    void run(int64_t piece, int) override {
+      for (int64_t chunk = pieces_.begin(piece); chunk < pieces_.begin(piece + 1); ++chunk)
+        if (owner_.needed_[owner_.base_[stream_] + chunk]) owner_.sum_chunk(stream_, chunk);
     }
 
    private:
     Decays& owner_;
     int64_t stream_ = 0;
     bool done_ = false;
+    Pieces pieces_;
   };
 
-  bool rows_finite(const qla_tensor& t, const Sequence& seq, int64_t token, int64_t head, int rows, int n, T* scratch,
-                   T* square) const {
-    if (!t.data) return true;
-    bool finite = true;
-    for (int i = 0; i < rows; ++i) {
-      load_token_row(t, seq.batch, seq.bos + token + i, head, n, scratch);
-      finite &= all_finite(scratch, n);
-      if (!square) continue;
-      T sum = 0;
-      for (int j = 0; j < n; ++j) sum += scratch[j] * scratch[j];
-      square[i] = sum;
-    }
-    return finite;
-  }
-  void load_token_row(const qla_tensor& t, int64_t batch, int64_t token, int64_t head, int n, T* row) const {
-    if (t.stride[3] == 1 || n == 1) {
-      call_.kernels.load_rows(token_rows(t, batch, token, head), 1, n, row, n);
-    } else {
-      const Rows elements{token_rows(t, batch, token, head).data, t.stride[3], t.dtype};
-      for (int j = 0; j < n; ++j) row[j] = static_cast<T>(load_at(elements, j));
-    }
-  }
-
   void sum_chunk(int64_t cut_index, int64_t chunk) {
-    const int64_t n = sequences_[cut_index];
-    const Sequence& seq = call_.sequences[n];
+    const Sequence& seq = call_.sequences[sequences_[cut_index]];
     const int64_t token = chunk * kChunk;
     const int rows = static_cast<int>(std::min<int64_t>(kChunk, seq.tokens() - token));
     alignas(64) T row[kMaxDim], square[kMaxChunk], g[kMaxChunk], beta[kMaxChunk];
     for (int64_t k_head = 0; k_head < call_.problem.num_k_heads; ++k_head) {
-      bool k_finite = rows_finite(*call_.args.k, seq, token, k_head, rows, call_.k_dim, row, square);
-      if (d_o_) k_finite = rows_finite(*call_.args.q, seq, token, k_head, rows, call_.k_dim, row, nullptr) && k_finite;
+      for (int i = 0; i < rows; ++i) {
+        square[i] = 1;
+        if (call_.normalize) continue;
+        call_.kernels.load_rows(token_rows(*call_.args.k, seq.batch, seq.bos + token + i, k_head), 1, call_.k_dim, row,
+                                call_.k_dim);
+        square[i] = 0;
+        for (int j = 0; j < call_.k_dim; ++j) square[i] += row[j] * row[j];
+      }
       for (int64_t head = k_head * call_.group; head < (k_head + 1) * call_.group; ++head) {
-        bool finite = k_finite && rows_finite(*call_.args.v, seq, token, head, rows, call_.v_dim, row, nullptr);
-        if (d_o_) finite = finite && rows_finite(*d_o_, seq, token, head, rows, call_.v_dim, row, nullptr);
-        if (finite && chunk == 0 && seq.has_initial) finite = state_finite(*call_.args.initial_state, seq.state_slot, head);
-        if (finite && chunk == seq.chunks() - 1 && d_final_state_ && d_final_state_->data)
-          finite = state_finite(*d_final_state_, n, head);
         call_.gates.load(seq.batch, seq.bos + token, head, rows, g, beta);
         float sum = 0;
         for (int i = 0; i < rows; ++i) {
-          const float strength = static_cast<float>(beta[i]) * (call_.normalize ? 1.0f : static_cast<float>(square[i])) - 1.0f;
-          finite = finite && beta[i] - beta[i] == 0 && !std::isnan(g[i]);
-          sum += std::max(static_cast<float>(g[i]), -88.0f) + (strength > 1 ? std::log(strength) : 0.0f);
+          const float strength = static_cast<float>(beta[i]) * static_cast<float>(square[i]) - 1.0f;
+          const float raw = static_cast<float>(g[i]);
+          sum += (raw < -88.0f ? -88.0f : raw) + (strength > 1 ? std::log(strength) : 0.0f);
         }
-        sums_[static_cast<size_t>((base_[cut_index] + chunk) * call_.problem.num_v_heads + head)] =
-            finite ? sum : std::numeric_limits<float>::quiet_NaN();
+        sums_[static_cast<size_t>((base_[cut_index] + chunk) * call_.problem.num_v_heads + head)] = sum;
       }
     }
   }
 
-  bool state_finite(const qla_tensor& t, int64_t slot, int64_t head) const {
-    Buffer<T> panels(static_cast<size_t>(call_.state_size));
-    std::memset(panels.data(), 0, sizeof(T) * call_.state_size);
-    call_.load_state(state_rows(t, slot, head), 0, call_.v_panels, panels.data());
-    return all_finite(panels.data(), call_.state_size);
-  }
-
   const Call<T>& call_;
   const std::vector<int64_t>& sequences_;
-  const qla_tensor *d_o_, *d_final_state_;
   std::vector<int64_t> base_;
   std::vector<float> sums_;
+  std::vector<char> needed_;  // by chunk
 };
 
 // The segments of one value head, both directions, in token order, with their prepasses and merges entered into the plan.
@@ -229,6 +206,27 @@ void add_streams(StreamPlan& plan, int64_t sequence, int64_t k_head, int64_t tok
 
 }  // namespace
 
+StreamPlan whole_again(const StreamPlan& plan, const std::vector<Sequence>& sequences, std::vector<char>& spoiled) {
+  StreamPlan again;
+  for (size_t i = 0; i < plan.cut.size();) {  // the streams of a sequence and q/k head lie together
+    size_t end = i;
+    bool any = false;
+    for (; end < plan.cut.size() && plan.cut[end].sequence == plan.cut[i].sequence && plan.cut[end].k_head == plan.cut[i].k_head;
+         ++end)
+      any = any || spoiled[end];
+    if (any) {
+      std::fill(spoiled.begin() + static_cast<int64_t>(i), spoiled.begin() + static_cast<int64_t>(end), 1);
+      Stream whole = plan.cut[i];
+      whole.begin = 0, whole.end = sequences[whole.sequence].tokens();
+      whole.first = whole.last = true;
+      whole.starts = -1;
+      again.cut.push_back(whole);
+    }
+    i = end;
+  }
+  return again;
+}
+
 template <class T>
 void for_each_plan(const Call<T>& call, const plan::CutRule& rule, const qla_tensor* d_o, const qla_tensor* d_final_state,
                    const std::function<void(const StreamPlan&)>& run) {
@@ -245,7 +243,7 @@ void for_each_plan(const Call<T>& call, const plan::CutRule& rule, const qla_ten
     return;
   }
   const bool backward = d_o != nullptr;
-  const Decays<T> decays(call, cut_sequences, d_o, d_final_state);
+  const Decays<T> decays(call, rule, cut_sequences, d_final_state);
   const int64_t transition_size = static_cast<int64_t>(call.k_panels) * call.panel * call.k_dim;
   for (int64_t n = 0; n < call.problem.num_seqs; ++n) {
     const Sequence& seq = call.sequences[n];

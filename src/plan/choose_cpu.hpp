@@ -14,7 +14,7 @@ inline constexpr int64_t kCpuPieces = 16;            // independent pieces of wo
 inline constexpr int64_t kCpuLeastSegment = 64;      // chunks: shorter ones spend too much on their warm-up
 inline constexpr int64_t kCpuInvariantSegment = 64;  // batch-invariant: one length for every sequence
 inline constexpr int64_t kCpuSliceColumns = 32;      // of V: what one core takes of a head where heads are few
-inline constexpr int64_t kCpuWarmupShare = 8;  // a warm-up longer than this part of its segment costs more than the cut gains
+inline constexpr int64_t kCpuWarmupShare = 32;       // of a segment: its warm-up is work that the uncut run does not have
 
 // max_chunks: upper bound on the chunks of the longest sequence, from shapes (varlen: of T).
 // Value slices come before cuts: they cost nothing extra but the shared intra-chunk stage. `slices` is what the backend cuts V

@@ -112,5 +112,45 @@ TEST(CpuSegments, NanReachesLaterTokens) {
   }
 }
 
+// A value that is not finite, far before the warm-ups behind it: cut and uncut runs lose the same elements, and what is left of
+// the sums over tokens is the same.
+TEST(CpuSegments, NotFiniteBeforeTheWarmup) {
+  struct Place {
+    Tensor CpuRun::*tensor;
+    int64_t token;
+    double value;
+  };
+  for (const Place& place : {Place{&CpuRun::v, 40, NAN}, Place{&CpuRun::v, 127, NAN}, Place{&CpuRun::k, 130, INFINITY},
+                             Place{&CpuRun::d_o, 1400, NAN}, Place{&CpuRun::g, 300, NAN}, Place{&CpuRun::q, 700, NAN}})
+    for (const bool with_states : {false, true}) {
+      Options s = cut_options(QLA_CP_FIXED, 0, NAN);
+      s.tokens = 1500, s.cp_segment_chunks = 2, s.with_h0 = s.with_dht = with_states;
+      s.flags = QLA_FLAG_RAW_GATE;
+      std::vector<CpuRun> runs;
+      runs.reserve(2);  // tensors must not move
+      for (const int32_t mode : {QLA_CP_OFF, QLA_CP_FIXED}) {
+        s.cp_mode = mode, s.threads = mode == QLA_CP_OFF ? 1 : 3;
+        runs.emplace_back(s);
+        CpuRun& run = runs.back();
+        for (int64_t i = 0; i < run.A_log.count(); ++i) run.A_log.set(i, 2.0);  // forgets within a chunk
+        Tensor& t = run.*place.tensor;
+        t.set(t.count() / s.tokens * place.token, place.value);  // the first head's
+        run.forward();
+        run.backward();
+      }
+      int64_t lost = 0;
+      for (Tensor CpuRun::*t : {&CpuRun::o, &CpuRun::ht, &CpuRun::dq, &CpuRun::dk, &CpuRun::dv, &CpuRun::dg, &CpuRun::dbeta,
+                                &CpuRun::dA_log, &CpuRun::ddt_bias})
+        for (int64_t i = 0; i < (runs[0].*t).count(); ++i) {
+          const double uncut = (runs[0].*t).get(i), cut = (runs[1].*t).get(i);
+          lost += std::isnan(uncut);
+          ASSERT_EQ(std::isfinite(uncut), std::isfinite(cut)) << "token " << place.token << ", element " << i;
+          if (!std::isfinite(uncut)) continue;
+          ASSERT_NEAR(uncut, cut, 1e-4 * (1 + std::fabs(uncut)));
+        }
+      EXPECT_GT(lost, 0);
+    }
+}
+
 }  // namespace
 }  // namespace qla::cpu_test

@@ -56,6 +56,9 @@ struct Walk {
   T* state_out;       // may be state_in; nullptr: not wanted
   T* delta;           // panels of [c][P], or nullptr
   bool known_delta;   // delta holds Delta already: only (F8), (F9)
+  // What the thread reads next, perhaps from another core's cache: asked for a line at a time, ahead_step bytes apart.
+  const void* ahead;
+  int64_t ahead_step;
 };
 
 // (B1)-(B4) of one chunk and value head on panels [p_begin, p_end) of V.

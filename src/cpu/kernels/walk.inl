@@ -1,6 +1,14 @@
 // The two recurrences over chunks, one panel of V at a time: its state panel stays in L1 through all products of the chunk.
 // Re-included for every level; see level.cpp.
 
+// Rows of a matrix that lies transposed, in panels of [k_dim][P] whose columns are its rows, times a panel of b.
+template <class T, class Epilogue>
+HWY_INLINE void rows_times(const T* panels, int rows, int k_dim, const T* b, const Epilogue& epilogue) {
+  for (int first = 0; first < rows; first += kPanel<T>, panels += static_cast<int64_t>(k_dim) * kPanel<T>)
+    product<T, Order::ByColumn>({panels - first, kPanel<T>, 0}, first, first + kPanel<T> < rows ? first + kPanel<T> : rows, k_dim, b,
+                                epilogue);
+}
+
 template <class T>
 void walk(const Walk<T>& w, int p_begin, int p_end) {
   const hn::ScalableTag<T> d;
@@ -12,9 +20,15 @@ void walk(const Walk<T>& w, int p_begin, int p_end) {
   HWY_ALIGN T o[kMaxChunk * kPanel<T>];
   HWY_ALIGN T v_new[kMaxChunk * kPanel<T>];   // D
   HWY_ALIGN T v_tail[kMaxChunk * kPanel<T>];  // E
-  const OperandA<T> kq{chunk.kq, chunk.ld, 0}, abar{head.abar, c, 0}, pg{head.pg, c, 0};
+  const OperandA<T> abar{head.abar, c, 0}, pg{head.pg, c, 0};
   const OperandA<T> k_t{chunk.k_t, kPanel<T>, static_cast<int64_t>(k_dim) * kPanel<T>};
   const Vec<T> decay = hn::Set(d, head.gamma[rows - 1]);
+  auto ahead = reinterpret_cast<uintptr_t>(w.ahead ? w.ahead : w.chunk);  // only ever prefetched; never 0: that costs a page walk
+  const auto ahead_step = static_cast<uintptr_t>(w.ahead_step);
+  const auto look_ahead = [&]() HWY_ATTR {
+    __builtin_prefetch(reinterpret_cast<const void*>(ahead), 0, 2);
+    ahead += ahead_step;
+  };
   for (int p = p_begin; p < p_end; ++p) {
     const int64_t state_at = static_cast<int64_t>(p) * k_dim * kPanel<T>;
     const T* state_in = w.state_in + state_at;
@@ -36,19 +50,22 @@ void walk(const Walk<T>& w, int p_begin, int p_end) {
       const RowAddress next_v =
           p + 1 < p_end ? row_address(w.v, 0, (p + 1) * kPanel<T>) : row_address(w.v, rows, p_begin * kPanel<T>);
       const RowAddress next_o = row_address(w.o, 0, p * kPanel<T>);
-      // (F4) R = V - diag(gamma) K S, and the first term of (F7) from the rows of Q below those of K
-      product<T, Order::ByRow>(kq, 0, with_o ? 2 * rows : rows, k_dim, state_in, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
-        if (m < rows) {
-          next_v.prefetch(m);
-          const Vec<T> gamma = hn::Set(d, head.gamma[m]);
-          T* row = v + m * kPanel<T>;
-          store_row<T>(row, hn::NegMulAdd(gamma, v0, hn::Load(d, row)), hn::NegMulAdd(gamma, v1, hn::Load(d, row + kLanes<T>)));
-        } else {
-          next_o.prefetch(m - rows);
-          const Vec<T> gamma = hn::Set(d, w.scale * head.gamma[m - rows]);
-          store_row<T>(o + (m - rows) * kPanel<T>, hn::Mul(gamma, v0), hn::Mul(gamma, v1));
-        }
+      // (F4) R = V - diag(gamma) K S
+      rows_times<T>(chunk.k_t, rows, k_dim, state_in, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
+        next_v.prefetch(m);
+        look_ahead();
+        const Vec<T> gamma = hn::Set(d, head.gamma[m]);
+        T* row = v + m * kPanel<T>;
+        store_row<T>(row, hn::NegMulAdd(gamma, v0, hn::Load(d, row)), hn::NegMulAdd(gamma, v1, hn::Load(d, row + kLanes<T>)));
       });
+      // the first term of (F7)
+      if (with_o)
+        rows_times<T>(chunk.q_t, rows, k_dim, state_in, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
+          next_o.prefetch(m);
+          look_ahead();
+          const Vec<T> gamma = hn::Set(d, w.scale * head.gamma[m]);
+          store_row<T>(o + m * kPanel<T>, hn::Mul(gamma, v0), hn::Mul(gamma, v1));
+        });
       // (F5) Delta = Abar R, D = diag(beta) Delta; (F8) E = diag(tail) D
       product<T, Order::ByRow, Shape::Lower>(abar, 0, rows, rows, v, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
         if (delta) store_row<T>(delta + m * kPanel<T>, v0, v1);
@@ -69,6 +86,7 @@ void walk(const Walk<T>& w, int p_begin, int p_end) {
     if (!state_out) continue;
     // (F9) S+ = gamma_C S + K^T E
     product<T, Order::Panels>(k_t, 0, k_dim, rows, v_tail, [&](int m, Vec<T> v0, Vec<T> v1) HWY_ATTR {
+      look_ahead();
       const T* from = w.state_in + state_at + m * kPanel<T>;
       store_row<T>(state_out + m * kPanel<T>, hn::MulAdd(decay, hn::Load(d, from), v0),
                    hn::MulAdd(decay, hn::Load(d, from + kLanes<T>), v1));
