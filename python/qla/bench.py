@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    # Read when torch's OpenMP library is loaded: its threads would spin for milliseconds after each of torch's own parallel
+    # regions, on the cores that two threads of ours are timed on.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import torch  # noqa: F401
     except ImportError as error:

@@ -2,7 +2,9 @@
 
 Every time is the least of all repeats within --seconds: on a machine that does other work too, the least is nearest to
 what the code costs. On one thread it is the process's own CPU time, which other programs lengthen little; on two threads
-it is wall time, and only a quiet machine tells the truth. Nothing here checks results (`qla selftest` does).
+it is wall time, and only a quiet machine tells the truth; torch's own threads wait asleep meanwhile (bench.py). Two cores
+that do not share a cache are slower than two that do (docs/decisions/0012), and a virtual machine's may change from one
+to the other. Nothing here checks results (`qla selftest` does).
 """
 
 from __future__ import annotations
