@@ -1,95 +1,145 @@
 // cp_merge - (C1) S_start(j + 1) = M_j S_start(j) + S_ext(j) along each chain of merged boundaries, in fp32, in place.
-//   grid: a work item = (chain, 8 value rows of S^T): value columns of S are independent, so a chain's 16 items never meet.
-//   S^T (j + 1)[v][k] = sum_i S^T(j)[v][i] M^T[i][k] + S_ext^T[v][k]. Warp w sums over i = 8 w .. 8 w + 7, lane l has k = 4 l ..
-//   4 l + 3; the sixteen partial sums are added in a fixed order. M of the next boundary is on its way while this one is
-//   multiplied.
+//   grid: a cluster of four CTAs a work item = (chain, 8 value rows of S^T): value columns of S are independent, so a chain's 16
+//   items never meet. S^T (j + 1)[v][k] = sum_i S^T(j)[v][i] M^T[i][k] + S_ext^T[v][k]. CTA r owns columns i = 32 r .. 32 r + 31
+//   of the state, hence those rows of M^T, 16 KiB in one piece; it sums over its i for every k and sends each CTA what that one
+//   owns. All sums are taken in a fixed order.
+//
+// Edges              from -> to                    bytes     guards
+//   loaded[stages]   bulk copy -> all              16,384    M^T of a boundary
+//   sent[n % 2]      all four CTAs -> this one     4,096     parts[n % 2]: shares of entry n, by st.async
+// parts[n % 2] is free for entry n + 2 when every CTA has sent its share of entry n + 1, which it does after it has read those of
+// entry n. Where a chain starts anew (its first entry, or a start that is known) the four meet.
 #include "cuda/kernels/cp_merge/launch.hpp"
 
 #include <algorithm>
 
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/cluster_store.cuh"
 #include "cuda/ptx/control.cuh"
+#include "cuda/ptx/shared.cuh"
 
 namespace qla::cuda::cp_merge {
 namespace {
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = 8, kItems = 128 / kRows, kTerms = 128 / kWarps;
-static_assert(kThreads * 2 == kRows * 128);  // a thread finishes two neighbouring sums
+constexpr int kCtas = 4, kWarps = 8, kThreads = 32 * kWarps, kRows = 8, kItems = 128 / kRows, kOwn = 128 / kCtas, kStages = 3;
+constexpr int kGroups = 4, kTerms = kOwn / kGroups;  // two warps a group: four value rows each, all k
+static_assert(kThreads == kRows * kOwn && kWarps == 2 * kGroups);
 
-struct Shared {
-  float state[kRows][128];
-  float partial[kWarps][kRows][128];
+struct alignas(128) Shared {
+  float move[kStages][kOwn][128];      // [i][k]
+  float parts[2][kCtas][kRows][kOwn];  // of this CTA's columns
+  float partial[kGroups][kRows][128];
+  float state[kRows][kOwn];
+  uint64_t loaded[kStages], sent[2];
 };
 
-// M of the chain's boundary n, if it has one; all 512 threads together read its 64 KiB in order
-__device__ __forceinline__ void load_move(float4 (&m)[kTerms], const Args& a, MergeChain chain, int n, int warp, int lane) {
-  if (n >= chain.count || !a.transitions[chain.first + n]) return;
-  const float4* from =
-      reinterpret_cast<const float4*>(a.moves + int64_t(chain.first + n) * kStateFloats) + warp * kTerms * 32 + lane;
-#pragma unroll
-  for (int i = 0; i < kTerms; i++) m[i] = from[i * 32];
-}
-// this warp's share of the product, for all rows, to its partial sums
-__device__ __forceinline__ void multiply(Shared& s, const float4 (&move)[kTerms], int warp, int lane) {
-#pragma unroll
-  for (int v = 0; v < kRows; v++) {
-    float4 part = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int i = 0; i < kTerms; i += 4) {
-      const float4 x = *reinterpret_cast<const float4*>(&s.state[v][warp * kTerms + i]);
-      const float coefficient[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int q = 0; q < 4; q++) {
-        part.x = fmaf(coefficient[q], move[i + q].x, part.x);
-        part.y = fmaf(coefficient[q], move[i + q].y, part.y);
-        part.z = fmaf(coefficient[q], move[i + q].z, part.z);
-        part.w = fmaf(coefficient[q], move[i + q].w, part.w);
-      }
-    }
-    *reinterpret_cast<float4*>(&s.partial[warp][v][4 * lane]) = part;
-  }
+// Which of a chain's boundaries have an M, 32 of them from a multiple of 32 on; never its first
+__device__ __forceinline__ uint32_t moves_from(const Args& a, MergeChain chain, int first, int lane) {
+  const int n = first + lane;
+  return __ballot_sync(~0u, n > 0 && n < chain.count && a.transitions[chain.first + n]);
 }
 
-__global__ void __launch_bounds__(kThreads, 1) cp_merge(const __grid_constant__ Args a) {
-  extern __shared__ uint8_t s_all[];
+// this CTA's share of the next state, for every k, in kGroups partial sums
+__device__ __forceinline__ void multiply(Shared& s, int stage, int warp, int lane) {
+  const int i0 = warp / 2 * kTerms, v0 = warp % 2 * 4;
+  float4 sum[4] = {};
+#pragma unroll
+  for (int q = 0; q < kTerms; q += 4) {
+    float4 x[4];
+#pragma unroll
+    for (int v = 0; v < 4; v++) x[v] = *reinterpret_cast<const float4*>(&s.state[v0 + v][i0 + q]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float4 m = *reinterpret_cast<const float4*>(&s.move[stage][i0 + q + i][4 * lane]);
+#pragma unroll
+      for (int v = 0; v < 4; v++) {
+        const float y = i == 0 ? x[v].x : i == 1 ? x[v].y : i == 2 ? x[v].z : x[v].w;
+        sum[v].x = fmaf(y, m.x, sum[v].x);
+        sum[v].y = fmaf(y, m.y, sum[v].y);
+        sum[v].z = fmaf(y, m.z, sum[v].z);
+        sum[v].w = fmaf(y, m.w, sum[v].w);
+      }
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < 4; v++) *reinterpret_cast<float4*>(&s.partial[warp / 2][v0 + v][4 * lane]) = sum[v];
+}
+
+__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2) cp_merge(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) uint8_t s_all[];
   Shared& s = *reinterpret_cast<Shared*>(s_all);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = int(ptx::cluster_rank());
+  const uint32_t loaded = ptx::shared_address(s.loaded), sent = ptx::shared_address(s.sent);
+  // this thread adds up value row `warp`, columns 4 lane .. 4 lane + 3, and sends them to the CTA that owns them
+  const uint32_t peer = ptx::cluster_address(ptx::shared_address(&s.parts[0][rank][warp][4 * lane % kOwn]), 4 * lane / kOwn),
+                 peer_sent = ptx::cluster_address(sent, 4 * lane / kOwn);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) ptx::mbarrier_init(loaded + 8 * i, 1);
+    for (int i = 0; i < 2; i++) ptx::mbarrier_init(sent + 8 * i, 1);
+    ptx::mbarrier_init_fence();
+  }
   ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
-  const int items = a.header->num_merges * kItems;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+  uint32_t phases = 0;             // parity of the next wait for sent[0], sent[1]
+  uint32_t issued = 0, taken = 0;  // M's asked for (thread 0) and multiplied
+  const int items = a.header->num_merges * kItems, clusters = gridDim.x / kCtas;
+  for (int item = blockIdx.x / kCtas; item < items; item += clusters) {
     const MergeChain chain = a.chains[item / kItems];
-    const int v0 = item % kItems * kRows, row = threadIdx.x / 64, col = threadIdx.x % 64 * 2;
-    float4 moves[2][kTerms];  // of this boundary and the next; the one after that is on its way
-    float2* place = reinterpret_cast<float2*>(a.states + int64_t(chain.first) * kStateFloats + (v0 + row) * 128 + col);
-    float2 next = *place;  // S_ext
-    load_move(moves[0], a, chain, 0, warp, lane);
-    load_move(moves[1], a, chain, 1, warp, lane);
-#pragma unroll 1
-    for (int pair = 0; pair < chain.count; pair += 2) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int n = pair + half;
-        if (n >= chain.count) break;
-        float2 sum = next;
-        if (n + 1 < chain.count) next = place[kStateFloats / 2];
-        if (a.transitions[chain.first + n]) {
-          multiply(s, moves[half], warp, lane);
-          load_move(moves[half], a, chain, n + 2, warp, lane);
-          __syncthreads();
-#pragma unroll
-          for (int w = 0; w < kWarps; w++) {
-            const float2 x = *reinterpret_cast<const float2*>(&s.partial[w][row][col]);
-            sum.x += x.x;
-            sum.y += x.y;
-          }
-          *place = sum;
-        } else {
-          load_move(moves[half], a, chain, n + 2, warp, lane);
-        }
-        *reinterpret_cast<float2*>(&s.state[row][col]) = sum;
-        place += kStateFloats / 2;
-        __syncthreads();
+    const int v0 = item % kItems * kRows;
+    // value row `warp`, column `lane` of those this CTA owns: the element that this thread finishes
+    float* place = a.states + int64_t(chain.first) * kStateFloats + (v0 + warp) * 128 + rank * kOwn + lane;
+    float next = *place;  // S_ext
+    uint32_t here = moves_from(a, chain, 0, lane), ahead = moves_from(a, chain, 32, lane);
+    int wanted = 0;  // thread 0: M's of boundaries before this one have been asked for
+    const auto load_ahead = [&](int n) {
+      const uint64_t window = (uint64_t(ahead) << 32 | here) >> n % 32;  // of boundaries n, n + 1, ..
+      while (issued - taken < kStages) {
+        wanted = max(wanted, n);
+        const uint64_t left = wanted - n < 64 ? window >> (wanted - n) : 0;
+        if (!left) break;
+        wanted += __ffsll(int64_t(left)) - 1;
+        const uint32_t stage = issued % kStages;
+        ptx::mbarrier_arrive_expect(loaded + 8 * stage, int(sizeof(s.move[0])));
+        ptx::bulk_load(ptx::shared_address(s.move[stage]),
+                       a.moves + int64_t(chain.first + wanted) * kStateFloats + rank * kOwn * 128, int(sizeof(s.move[0])),
+                       loaded + 8 * stage);
+        issued++;
+        wanted++;
       }
+    };
+    if (threadIdx.x == 0) load_ahead(0);
+#pragma unroll 1
+    for (int n = 0; n < chain.count; n++) {
+      if (n > 0 && n % 32 == 0) here = ahead, ahead = moves_from(a, chain, n + 32, lane);
+      float sum = next;
+      if (n + 1 < chain.count) next = place[kStateFloats];
+      if (here >> n % 32 & 1) {
+        ptx::mbarrier_wait(loaded + 8 * (taken % kStages), taken / kStages & 1);
+        multiply(s, int(taken % kStages), warp, lane);
+        taken++;
+        __syncthreads();
+        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(sent + 8 * (n % 2), int(sizeof(s.parts[0])));
+        float4 share = *reinterpret_cast<const float4*>(&s.partial[0][warp][4 * lane]);
+#pragma unroll
+        for (int g = 1; g < kGroups; g++) {
+          const float4 x = *reinterpret_cast<const float4*>(&s.partial[g][warp][4 * lane]);
+          share = make_float4(share.x + x.x, share.y + x.y, share.z + x.z, share.w + x.w);
+        }
+        ptx::store_async(peer + n % 2 * sizeof(s.parts[0]), share, peer_sent + 8 * (n % 2));
+        if (threadIdx.x == 0) load_ahead(n + 1 - (n % 32 == 31));  // the window moves on with n
+        ptx::mbarrier_wait(sent + 8 * (n % 2), phases >> (n % 2) & 1);
+        phases ^= 1u << (n % 2);
+#pragma unroll
+        for (int r = 0; r < kCtas; r++) sum += s.parts[n % 2][r][warp][lane];
+        *place = sum;
+      } else {
+        ptx::cluster_arrive_relaxed();  // nobody sends what belongs to this run before all are done with the last one
+        ptx::cluster_wait();
+      }
+      s.state[warp][lane] = sum;
+      place += kStateFloats;
+      __syncthreads();
     }
   }
 }
@@ -103,7 +153,7 @@ cudaError_t launch(const Args& args, int64_t most_chains, int multiprocessors, c
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(std::clamp<int64_t>(most_chains * kItems, 1, 2 * multiprocessors)));
+  config.gridDim = dim3(unsigned(std::clamp<int64_t>(most_chains * kItems, 1, multiprocessors / 2)) * kCtas);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = sizeof(Shared);
   config.stream = stream;
