@@ -22,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cpu.add_argument("--cases", help="only cases whose name contains this")
     gpu = parser.add_argument_group("on a GPU")
     gpu.add_argument("--grid", choices=["published"], help="the 171 forward and 32 backward rows that the peers publish")
+    gpu.add_argument(
+        "--sweep",
+        action="store_true",
+        help="forward rows of the published grid under every plan (number of segments, V split), beside the planner's choice",
+    )
     gpu.add_argument("--pass", dest="direction", choices=["fwd", "bwd", "both"], default="both")
     gpu.add_argument(
         "--rows",
@@ -49,9 +54,15 @@ def main(args: argparse.Namespace) -> int:
     # regions, on the cores that two threads of ours are timed on.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        import torch  # noqa: F401
+        import torch
     except ImportError as error:
         raise ImportError(f"needs torch ({error}): pip install 'flash-qla[torch]'") from error
+    if args.sweep:
+        from qla.sweep import sweep
+
+        if not torch.cuda.is_available():
+            raise ValueError("--sweep: torch sees no GPU; the plans are a GPU's")
+        return sweep(args)
     device = args.device or ("cuda" if args.grid else "cpu")
     if device == "cpu":
         if args.grid:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def parser() -> argparse.ArgumentParser:
-    from qla import bench, demo, planview, selftest
+    from qla import bench, calibrate, demo, planview, selftest
 
     top = argparse.ArgumentParser(prog="qla", description="FlashQLA: Gated Delta Net chunked prefill, forward and backward")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
@@ -19,6 +19,7 @@ def parser() -> argparse.ArgumentParser:
     for name, module, text in (
         ("selftest", selftest, "checks this installation against the float64 token recurrence; about two minutes"),
         ("bench", bench, "speed, share of the hardware's limit, ratio to others"),
+        ("calibrate", calibrate, "measures the planner's constants on this GPU, in seconds, and writes them for QLA_COSTS"),
         ("plan", planview, "how given sequences are cut into work items; prints, draws"),
         ("demo", demo, "trains a small Qwen3-Next model with our operator and compares with transformers' torch code"),
     ):
@@ -31,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "info":
             return info()
-        from qla import bench, demo, planview, selftest
+        from qla import bench, calibrate, demo, planview, selftest
 
-        return {"selftest": selftest, "bench": bench, "plan": planview, "demo": demo}[args.command].main(args)
+        return {"selftest": selftest, "bench": bench, "calibrate": calibrate, "plan": planview, "demo": demo}[args.command].main(
+            args
+        )
     except (ImportError, ValueError, TypeError, NotImplementedError, MemoryError) as error:
         print(f"qla {args.command}: {error}", file=sys.stderr)
         return 2

@@ -207,12 +207,14 @@ PlannedCall planned_call(const qla_gdn_forward_args& args, const Problem& proble
   }
   qla_device_info_t info{};
   info.struct_size = sizeof(info);
+  info.multiprocessors = plan::kH200.num_sms;
+  info.capability_major = 9;
   try {
     cuda::device_info(args.device, &info);
-    planned.costs = plan::costs_for(info.multiprocessors, info.capability_major);
   } catch (const Error&) {
     planned.device_here = false;  // plans can be looked at anywhere: an H200's row stands in
   }
+  planned.costs = plan::device_costs(info.multiprocessors, info.capability_major);
   const cuda::PlanInput input = cuda::plan_input(args, problem, planned.costs);
   const cuda::ForwardPlan plan = cuda::fitting_plan(input, cuda::whole_plan(input), forward_workspace_limit());
   planned.choice = plan.choice;

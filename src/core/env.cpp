@@ -28,6 +28,7 @@ Environment parse_environment(const char* (*get)(const char*)) {
   env.log = text_of(get("QLA_LOG"));
   const std::string validate = text_of(get("QLA_VALIDATE"));
   env.validate = !validate.empty() && validate != "0";
+  env.costs = text_of(get("QLA_COSTS"));
   env.force_backend = text_of(get("QLA_FORCE_BACKEND"));
   env.forward_mib = text_of(get("QLA_FORWARD_MIB"));
   return env;

@@ -1,6 +1,7 @@
 // Environment variables, read once per process.
 //   QLA_LOG            comma-separated topics written to standard error: plan, config, all. Unset: nothing is ever written.
 //   QLA_VALIDATE=1     as QLA_FLAG_VALIDATE in every call
+//   QLA_COSTS          file of the cost model's constants, as `qla calibrate` writes it
 //   QLA_FORCE_BACKEND  cpu or cuda: calls that choose the backend themselves (QLA_BACKEND_AUTO) are refused if they would take
 //   another. cpu-scalar, cpu-v2, cpu-v3, cpu-v4: also the CPU's instruction level
 //   QLA_FORWARD_MIB    what qla_gdn_forward_workspace stays under as far as it can, in MiB. Unset: 256
@@ -15,6 +16,7 @@ namespace qla {
 struct Environment {
   std::string log;
   bool validate = false;
+  std::string costs;          // path of a file of the planner's constants
   std::string force_backend;  // "", "cpu", "cuda", or what was there: the first call refuses it
   std::string forward_mib;    // digits, or what was there: forward_workspace_limit() refuses it
 };

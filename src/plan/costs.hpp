@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <iosfwd>
+#include <string>
 
 #include "plan/hd.hpp"
 
@@ -64,5 +66,10 @@ inline DeviceCosts costs_for(int32_t num_sms, int32_t capability_major) {
     *cost *= 1.5f;
   return costs;
 }
+
+// The device at hand: the constants that the file named by QLA_COSTS gives (what `qla calibrate` measured), the others as above.
+DeviceCosts device_costs(int32_t num_sms, int32_t capability_major);
+// Lines of a name and microseconds, # begins a comment; `where` is for messages.
+DeviceCosts read_costs(std::istream& in, const std::string& where, DeviceCosts costs);
 
 }  // namespace qla::plan

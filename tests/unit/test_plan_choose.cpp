@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <random>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -90,6 +91,32 @@ TEST(Choose, UnknownDeviceHasPositiveCosts) {
   EXPECT_GT(costs.fused[0], kH200.fused[0]);
   EXPECT_EQ(costs_for(60, 9).fused[2], kH200.fused[2]);
   EXPECT_EQ(costs_for(60, 9).num_sms, 60);
+}
+
+TEST(Choose, CostsOfAFile) {
+  const auto read = [](const char* text) {
+    std::istringstream in(text);
+    return read_costs(in, "costs.txt", kH200);
+  };
+  const DeviceCosts costs = read("# measured\n\nmain_full 2.5  # whole V\nintra_1 3e0\n cut 0\n");
+  EXPECT_EQ(costs.main_full, 2.5f);
+  EXPECT_EQ(costs.intra[2], 3.0f);
+  EXPECT_EQ(costs.cut, 0.0f);
+  EXPECT_EQ(costs.main_half, kH200.main_half);
+  EXPECT_EQ(costs.num_sms, kH200.num_sms);
+  for (const char* bad :
+       {"main_ful 1", "main_full", "main_full one", "main_full 1 2", "main_full -1", "main_full nan", "main_full inf"}) {
+    SCOPED_TRACE(bad);
+    EXPECT_THROW(read(bad), Error);
+  }
+  // A prohibitive constant takes its plans out of the choice: how a sweep forces one of both.
+  Capabilities can;
+  can.fused = false;
+  for (const int splits : {1, 2}) {
+    const DeviceCosts forced = read(splits == 1 ? "main_half 1e6\nmain_half_quiet 1e6" : "main_full 1e6\nmain_full_quiet 1e6");
+    for (const int64_t tokens : {1024, 8192, 65536})
+      EXPECT_EQ(choose(forced, shape_of_row(tokens, 1, 2, 8), Policy{}, can).value_splits, splits);
+  }
 }
 
 // What a packing may hold: equal sequences or one long one; the supposed chunks are about the real number, and weights add to 1.

@@ -1,0 +1,192 @@
+"""`qla calibrate`: measures the constants of the planner's cost model on this GPU and writes them for QLA_COSTS.
+
+The model (src/plan/model.hpp) is linear in its constants once it is known which items run together; so are its coefficients here, and one
+non-negative least-squares fit over some eighty calls, relative errors weighted alike, gives all constants the forward has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from qla.sweep import measure
+
+# as in src/plan/model.hpp and costs.hpp
+ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, EQUAL_ROUNDS, TAIL = 4, 0.25, 3.0, 0.3
+SHIPPED = {
+    "main_full": 1.49, "main_half": 0.82, "main_full_quiet": 1.56, "main_half_quiet": 0.95, "state_half": 0.83,
+    "intra_4": 1.28, "intra_2": 1.49, "intra_1": 2.34, "merge": 1.63, "item": 10.4, "launches": 21.6, "packed": 3.8, "cut": 15.7,
+}  # fmt: skip
+
+# lengths, heads, segment lengths in chunks (0: no cut); each with and without V split
+CASES: list[tuple[list[int], tuple[int, int], list[int]]] = [
+    ([2048], (2, 8), [0, 8]),
+    ([8192], (2, 8), [0, 8, 16, 32]),
+    ([32768], (2, 8), [22, 32, 64]),
+    ([8192], (4, 16), [0, 16, 32]),
+    ([32768], (4, 16), [64, 128]),
+    ([32768], (8, 32), [0, 128]),
+    ([16384], (16, 16), [16, 64]),
+    ([8192], (16, 32), [0, 32]),
+    ([16384], (32, 32), [0, 64]),
+    ([8192] * 4, (2, 8), [0]),
+    ([2048] * 4, (4, 16), [0]),
+    ([1024] * 8, (2, 8), [0]),
+    ([1024] * 8, (16, 16), [0]),
+    ([4096] * 8, (16, 32), [0]),
+    ([8192] * 4, (16, 64), [0]),
+    ([8192] * 4, (32, 32), [0]),
+    ([12288, 4096], (4, 16), [0, 32]),
+    ([16384, 16384], (16, 32), [0, 128]),
+]
+
+
+def makespan(groups: list[tuple[float, float]], each: Any, sms: int) -> tuple[float, float]:
+    """-> (chunks, items) that the slowest multiprocessor walks. groups: (how many, chunks); each: chunks -> microseconds."""
+    groups = [(n, chunks) for n, chunks in groups if n > 0]
+    if not groups:
+        return 0.0, 0.0
+    count = sum(n for n, _ in groups)
+    longest = max(chunks for _, chunks in groups)
+    if count <= sms:
+        return longest, 1.0
+    total, items, rounds = sum(n * chunks for n, chunks in groups), count, count / sms
+    equal = sum(n * each(chunks) for n, chunks in groups) > 0.999 * count * each(longest)
+    if equal and rounds <= EQUAL_ROUNDS:
+        return math.ceil(rounds - 1e-4) * longest, math.ceil(rounds - 1e-4)
+    shared = sum(n * each(chunks) for n, chunks in groups) / sms + TAIL * each(longest)
+    if shared < each(longest):
+        return longest, 1.0
+    return total / sms + TAIL * longest, items / sms + TAIL
+
+
+def coefficients(
+    lengths: list[int], heads: tuple[int, int], segment: int, splits: int, sms: int, costs: dict[str, float]
+) -> dict[str, float]:
+    """How often each constant enters the predicted time of a forward call; costs say only which walk is the longest."""
+    hk, hv = heads
+    chunks = [math.ceil(n / 64) for n in lengths]
+    pieces = [max(1, math.ceil(c / segment)) if segment else 1 for c in chunks]
+    exact = int(hv * ASSUMED_EXACT_SHARE + 0.5)
+    items = sum(pieces) * hv * splits
+    kind = ("main_half" if splits == 2 else "main_full") + ("" if items > sms else "_quiet")
+    main: list[tuple[float, float]] = []
+    pre: list[tuple[float, float]] = []
+    chain = 0
+    for c, p in zip(chunks, pieces):
+        length = math.ceil(c / p)
+        main.append((hv * splits, length))
+        if p == 1:
+            continue
+        main += [(exact * splits * (p - 1), length), ((hv - exact) * splits * (p - 1), length + ASSUMED_WARMUP)]
+        pre.append((exact * 2 * (2 * (p - 1) - 1), length))
+        chain = max(chain, p - 1 if exact else 0)
+    walked, started = makespan(main, lambda n: n * costs[kind] + costs["item"], sms)
+    before, _ = makespan(pre, lambda n: n * costs["state_half"], sms)
+    group = hv // hk
+    return {
+        "launches": 1.0,
+        "packed": float(len(lengths) > 1),
+        "cut": float(segment > 0),
+        "intra_4" if group >= 4 else "intra_2" if group >= 2 else "intra_1": sum(chunks) * hv / sms,
+        kind: walked,
+        "item": started,
+        "state_half": before,
+        "merge": float(chain),
+    }
+
+
+def non_negative_fit(matrix: Any, right: Any) -> Any:
+    """Least squares with no negative coefficient: the active set of Lawson and Hanson."""
+    import numpy
+
+    columns = matrix.shape[1]
+    kept = numpy.zeros(columns, dtype=bool)
+    x = numpy.zeros(columns)
+    for _ in range(10 * columns):
+        gradient = matrix.T @ (right - matrix @ x)
+        candidates = numpy.where(~kept & (gradient > 1e-9))[0]
+        if len(candidates) == 0:
+            break
+        kept[candidates[numpy.argmax(gradient[candidates])]] = True
+        while True:
+            trial = numpy.zeros(columns)
+            trial[kept] = numpy.linalg.lstsq(matrix[:, kept], right, rcond=None)[0]
+            if (trial[kept] > 0).all():
+                x = trial
+                break
+            falling = kept & (trial <= 0)
+            step = min(x[falling] / (x[falling] - trial[falling]))
+            x = x + step * (trial - x)
+            kept &= x > 1e-12
+            x[~kept] = 0.0
+    return x
+
+
+def fit(samples: list[dict[str, Any]], sms: int, start: dict[str, float]) -> tuple[dict[str, float], float, float]:
+    """-> constants, root mean square and largest relative error. samples: lengths, heads, segment, splits, us."""
+    import numpy
+
+    names, costs = list(start), dict(start)
+    worst = rms = 0.0
+    for _ in range(4):  # which walk is the longest depends, a little, on the constants
+        rows = [coefficients(s["lengths"], s["heads"], s["segment"], s["splits"], sms, costs) for s in samples]
+        matrix = numpy.array([[row.get(name, 0.0) / s["us"] for name in names] for row, s in zip(rows, samples)])
+        seen = numpy.abs(matrix).sum(axis=0) > 0  # a constant that no sample has keeps its value
+        found = non_negative_fit(matrix[:, seen], numpy.ones(len(samples)))
+        costs.update(dict(zip([n for n, s in zip(names, seen) if s], map(float, found))))
+        errors = matrix[:, seen] @ found - 1
+        rms, worst = float(numpy.sqrt((errors**2).mean())), float(numpy.abs(errors).max())
+    return costs, rms, worst
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("qla_costs.txt"), help="the file to write; QLA_COSTS then names it")
+    parser.add_argument(
+        "--samples", type=Path, help="fit these JSON lines (lengths, heads, segment, splits, us) and measure nothing"
+    )
+    parser.add_argument("--keep", type=Path, help="also write what was measured, as JSON lines")
+    parser.add_argument("--multiprocessors", type=int, help="with --samples: of the device they come from (default 132)")
+
+
+def take_samples() -> list[dict[str, Any]]:
+    samples: list[dict[str, Any]] = []
+    for splits in (1, 2):
+        tasks = [{"lengths": lengths, "heads": heads, "segments": segments} for lengths, heads, segments in CASES]
+        for (lengths, heads, _), found in zip(CASES, measure(tasks, splits)):
+            for segment, us in found.items():
+                samples.append({"lengths": lengths, "heads": heads, "segment": segment or 0, "splits": splits, "us": us})
+    return samples
+
+
+def main(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    if args.samples:
+        samples = [json.loads(line) for line in args.samples.read_text().splitlines() if line.strip()]
+        sms, name = args.multiprocessors or 132, str(args.samples)
+    else:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "no GPU: torch sees none; the planner's constants are a GPU's (--samples fits measurements made elsewhere)"
+            )
+        device = torch.cuda.get_device_properties(0)
+        sms, name = device.multi_processor_count, device.name
+        samples = take_samples()
+    if args.keep:
+        args.keep.write_text("".join(json.dumps(s) + "\n" for s in samples))
+    costs, rms, worst = fit(samples, sms, SHIPPED)
+    head = [
+        f"# constants of the cost model, microseconds: {name}, {sms} multiprocessors, {time.strftime('%Y-%m-%d')}",
+        f"# {len(samples)} calls, {100 * rms:.1f} % rms, largest error {100 * worst:.1f} %",
+    ]
+    lines = [f"{key} {value:.4g}" for key, value in costs.items()]
+    args.out.write_text("\n".join(head + lines) + "\n")
+    print("\n".join(head + [f"{line}    (H200 as shipped: {SHIPPED[line.split()[0]]})" for line in lines]))
+    print(f"{time.perf_counter() - started:.1f} s; use it with QLA_COSTS={args.out}")
+    return 0

@@ -1,0 +1,120 @@
+"""The cost model's constants: Python's coefficients are the library's model, a fit finds them again, a file brings them back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qla
+from qla import calibrate, sweep
+
+pytest.importorskip("numpy")
+PACKAGES = str(Path(qla.__path__[0]).resolve().parent)
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PACKAGES, **environment}
+    return subprocess.run([sys.executable, "-m", "qla", *words], capture_output=True, text=True, timeout=300, env=env)
+
+
+def predicted(lengths: list[int], heads: tuple[int, int], segment: int, **environment: str) -> tuple[int, float]:
+    """-> halves of V (1 or 2) and microseconds, as `qla plan` prints them; a quarter of the heads never forget."""
+    words = ["plan", "+".join(map(str, lengths)), "--heads", str(heads[0]), str(heads[1]), "--backend", "cuda"]
+    words += ["--cp", "fixed", "--segment-chunks", str(segment)] if segment else ["--cp", "off"]
+    text = run(*words, "--log-decay", "0", "-0.05", "-0.05", "-0.05", **environment).stdout
+    found = re.search(r"V in (\d) part.*predicted ([\d.]+) us", text)
+    assert found, text
+    return int(found[1]), float(found[2])
+
+
+def ours(lengths: list[int], heads: tuple[int, int], segment: int, splits: int) -> float:
+    row = calibrate.coefficients(lengths, heads, segment, splits, 132, calibrate.SHIPPED)
+    return sum(calibrate.SHIPPED[name] * x for name, x in row.items())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "segment"),
+    [
+        ([2048], (2, 8), 0),
+        ([32768], (2, 8), 32),
+        ([32768], (2, 8), 64),
+        ([8192] * 4, (16, 64), 0),
+        ([1024] * 8, (16, 16), 0),
+        ([8192], (4, 16), 16),
+        ([16384, 16384], (16, 32), 0),
+    ],
+)
+def test_coefficients_are_the_librarys_model(lengths: list[int], heads: tuple[int, int], segment: int) -> None:
+    splits, us = predicted(lengths, heads, segment)
+    assert abs(ours(lengths, heads, segment, splits) - us) <= 0.6 + 0.01 * us  # printed to one microsecond
+
+
+def test_fit_finds_constants_again(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    truth = {name: value * draw.uniform(0.7, 1.4) for name, value in calibrate.SHIPPED.items()}
+    samples = []
+    for lengths, heads, segments in calibrate.CASES:
+        for segment in segments:
+            for splits in (1, 2):
+                row = calibrate.coefficients(lengths, heads, segment, splits, 132, truth)
+                us = sum(truth[name] * x for name, x in row.items())
+                samples.append({"lengths": lengths, "heads": heads, "segment": segment, "splits": splits, "us": us})
+    found, rms, worst = calibrate.fit(samples, 132, calibrate.SHIPPED)
+    assert rms < 1e-3 and worst < 5e-3
+    for name, value in truth.items():
+        assert abs(found[name] - value) < 0.05 * value + 0.02, (name, found[name], value)
+    # the same by the command, whose file then changes what the library predicts
+    measured, costs = tmp_path / "samples.jsonl", tmp_path / "costs.txt"
+    measured.write_text("".join(json.dumps(s) + "\n" for s in samples))
+    done = run("calibrate", "--samples", str(measured), "--out", str(costs))
+    assert done.returncode == 0, done.stderr
+    sample = next(s for s in samples if s["segment"] == 0 and s["splits"] == predicted(s["lengths"], s["heads"], 0)[0])
+    splits, us = predicted(sample["lengths"], sample["heads"], 0, QLA_COSTS=str(costs))
+    if splits == sample["splits"]:
+        assert abs(us - sample["us"]) <= 0.6 + 0.01 * us
+
+
+def test_a_bad_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.txt"
+    costs.write_text("# constants\nmain_ful 2\n")
+    done = run("plan", "8192", "--backend", "cuda", QLA_COSTS=str(costs))
+    assert done.returncode == 2 and f"{costs}:2" in done.stderr and "main_full" in done.stderr
+    done = run("plan", "8192", "--backend", "cuda", QLA_COSTS=str(tmp_path / "none"))
+    assert done.returncode == 2 and "qla calibrate" in done.stderr
+
+
+def test_calibrate_without_a_gpu_says_so(tmp_path: Path) -> None:
+    done = run("calibrate", "--out", str(tmp_path / "costs.txt"))
+    assert done.returncode == 2 and "no GPU" in done.stderr and not (tmp_path / "costs.txt").exists()
+
+
+def test_segment_lengths_of_a_sweep() -> None:
+    assert sweep.segment_lengths([2048], (2, 3, 4, 8, 16)) == {2: 16, 3: 11, 4: 8, 8: 4}  # never below 4 chunks
+    assert sweep.segment_lengths([100], sweep.GEOMETRIC) == {}
+    for chunks in range(8, 520, 7):
+        found = sweep.segment_lengths([64 * chunks - 5], list(range(2, 65)))
+        assert all(length >= 4 and length < chunks for length in found.values())
+        assert len(set(found.values())) == len(found)
+
+
+def test_sweep_table_names_rows_that_are_over() -> None:
+    row = {
+        "lengths": "1x2048",
+        "heads": "2, 8",
+        "uncut_us": 80.0,
+        "split_us": 60.0,
+        "best_us": 50.0,
+        "best_segment": 8,
+        "best_splits": 2,
+    }
+    good = {**row, "planner_us": 52.9, "gap": 0.058, "good": True, "all": [[0, 1, 80.0]]}
+    over = {**row, "planner_us": 56.0, "gap": 0.12, "good": False, "all": [[0, 1, 80.0]]}
+    text = sweep.table([good, over], 1.0)
+    assert "1 of 2 rows" in text and text.count("| over |") == 1
