@@ -153,7 +153,7 @@ intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, cons
 
 BackwardCut make_cut(const qla_gdn_backward_args& args, const Problem& p, const Device& device) {
   const plan::Shape shape = plan::shape_of(args, p);
-  return cut_of(shape, plan::choose_backward(plan::costs_for(device.multiprocessors, device.major), shape,
+  return cut_of(shape, plan::choose_backward(plan::device_costs(device.multiprocessors, device.major), shape,
                                              plan::make_policy(args, p.dtype)));
 }
 

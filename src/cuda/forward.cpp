@@ -13,6 +13,7 @@
 #include "core/values.hpp"
 #include "cuda/device.hpp"
 #include "cuda/forward_plan.hpp"
+#include "cuda/kernels/chunk_decay/launch.hpp"
 #include "cuda/kernels/chunk_export/launch.hpp"
 #include "cuda/kernels/chunk_gates/config.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
@@ -72,7 +73,7 @@ PlanMemo::Entry& planned(const qla_gdn_forward_args& args, const Problem& p, con
   memo.oldest = (memo.oldest + 1) % memo.entries.size();
   PlanMemo::Entry& e = memo.entries[memo.latest];
   e.used = false;  // planning may throw
-  e.input = plan_input(args, p, plan::costs_for(device.multiprocessors, device.major));
+  e.input = plan_input(args, p, plan::device_costs(device.multiprocessors, device.major));
   e.whole = whole_plan(e.input);
   e.least = least_plan(e.input, e.whole).bytes;
   e.fits = 0;
@@ -145,6 +146,14 @@ segments::Args plan_args(const Run& r) {
   return a;
 }
 
+// Whether cut_items runs beside the intra-chunk stage, on sums of chunk_decay, which reads K once more: where that takes less
+// time than cut_items. A batch-invariant call has its sums from one place, whatever else is in the batch.
+constexpr int64_t kEarlyKeyBytes = 4 << 20;
+bool cuts_early(const Run& r) {
+  return r.plan.counts.cut && r.plan.counts.ranges == 1 && r.p.total_tokens() > 0 && !(r.args.flags & QLA_FLAG_BATCH_INVARIANT) &&
+         r.p.total_tokens() * r.p.num_k_heads * 256 <= kEarlyKeyBytes;
+}
+
 segments::CutArgs cut_args(const Run& r) {
   const ForwardBuffers& b = r.b;
   const ForwardCounts& counts = r.plan.counts;
@@ -154,7 +163,8 @@ segments::CutArgs cut_args(const Run& r) {
   a.rule = r.plan.choice.rule;
   a.decay = b.decay;
   const int64_t intra_ctas = r.slots * r.p.num_k_heads * intra_parts(r.p, r.slots, r.device);
-  a.rehearse = intra_ctas <= 2 * multiprocessors || intra_ctas > int64_t(intra::kCtasPerSm) * multiprocessors;
+  a.early = cuts_early(r);
+  a.rehearse = a.early || intra_ctas <= 2 * multiprocessors || intra_ctas > int64_t(intra::kCtasPerSm) * multiprocessors;
   a.need_bases = present(r.args.h) || present(r.args.state_checkpoints);
   a.most_states = int32_t(counts.end_states);
   a.most_units = int32_t(counts.units);
@@ -171,6 +181,10 @@ intra::Args intra_args(const Run& r) {
   const qla_gdn_forward_args& args = r.args;
   intra::Args a = cuda::intra_args(args, r.p, r.slots, r.device);
   a.chunk_table = r.b.chunk_table;
+  if (r.p.varlen) {
+    a.cu_seqlens = args.cu_seqlens.data;
+    a.index_dtype = args.cu_seqlens.dtype;
+  }
   a.abar = r.b.saved.abar;
   a.pg = r.b.pg;
   a.vec = r.b.saved.vec;
@@ -296,8 +310,8 @@ bool plans_inside(const Run& r) {
 void run_range(const Run& r) {
   const ForwardCounts& counts = r.plan.counts;
   const int multiprocessors = r.device.multiprocessors;
-  // Items of an uncut run; where something is cut they are written anew behind the intra-chunk stage, which has the gates.
-  const bool inside = plans_inside(r);
+  const bool inside = plans_inside(r), early = !inside && cuts_early(r) && !r.plan.choice.fused;
+  // Items of an uncut run; where something is cut they are written anew when the gates are known.
   if (r.plan.choice.fused)
     check_cuda(segments::launch_with_gates(plan_args(r), gates_args(r), multiprocessors, r.stream), "plan_and_gates");
   else if (!inside)
@@ -307,15 +321,32 @@ void run_range(const Run& r) {
     const CUtensorMap map_k = make_token_map(map_shape(r.args.k), bf16, "k"),
                       map_q = make_token_map(map_shape(r.args.q), bf16, "q");
     intra::Args intra = intra_args(r);
-    if (inside) intra.plan = plan_args(r), intra.makes_plan = 1;
+    if (inside) {
+      intra.plan = plan_args(r);
+      intra.makes_plan = 1;
+    } else {
+      intra.direct = r.p.num_seqs == 1 && counts.ranges == 1;
+      intra.early = intra.direct || early;
+    }
+    if (early) {
+      const qla_tensor& k = r.args.k;
+      const decay::Args sums{intra, k.data, {k.stride[0], k.stride[1], k.stride[2]}};
+      check_cuda(decay::launch(r.p.dtype, sums, multiprocessors, r.stream), "chunk_decay");
+      segments::CutArgs cut = cut_args(r);
+      check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
+      intra.decay = nullptr;
+      intra.spare = 2;  // room for cut_items
+    }
     check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside, r.stream), "chunk_intra");
     if (wants_export(r.args)) export_outputs(r);
     if (present(r.args.a_inv)) export_ungated(r, map_k);
   }
   const ForwardParams params = forward_params(r);
   if (counts.cut) {
-    segments::CutArgs cut = cut_args(r);
-    check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
+    if (!early) {
+      segments::CutArgs cut = cut_args(r);
+      check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
+    }
     if (counts.end_states > 0) {
       launch_forward(pre_pass_params(params, r.b, counts), multiprocessors, r.stream);
       const cp_merge::Args merge{r.b.pre_header, r.b.chains, r.b.transitions, r.b.states,

@@ -25,6 +25,7 @@
 
 #include "cuda/kernels/chunk_intra/config.hpp"
 #include "cuda/kernels/chunk_intra/gates.cuh"
+#include "cuda/kernels/chunk_intra/single_sequence.cuh"
 #include "cuda/kernels/plan_segments/boundaries.cuh"
 #include "cuda/math/exp.cuh"
 #include "cuda/math/tril_inverse.cuh"
@@ -429,13 +430,20 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   for (int i = tid; i < tril::kExBytes / 16; i += kThreads) ptx::sts4u(smem + kSmemEx + 16 * i, 0, 0, 0, 0);
   ptx::proxy_fence();
   ptx::grid_dependency_launch();
-  ptx::grid_dependency_wait();
+  if (!a.early) ptx::grid_dependency_wait();
+  int first_token = 0, end_token = int(a.tokens);
+  if (a.direct) single_sequence(a, first_token, end_token);
   __syncthreads();
 
   Cursor at{int(blockIdx.x) / (a.num_k_heads * a.parts), int(blockIdx.x) % (a.num_k_heads * a.parts)};
   int4 record{};
   auto load_record = [&] {
-    if (at.slot < a.slots) record = reinterpret_cast<const int4*>(a.chunk_table)[at.slot];
+    if (at.slot >= a.slots) return;
+    if (a.direct) {
+      record = single_record(at.slot, first_token, end_token);
+    } else {
+      record = reinterpret_cast<const int4*>(a.chunk_table)[at.slot];
+    }
   };
   auto skip_unused = [&] {  // to an item that has rows
     while (at.slot < a.slots && record.z == 0) {
@@ -550,6 +558,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   }
   ptx::bulk_wait();
+  if (a.early) ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
 }
 
 }  // namespace qla::cuda::intra

@@ -52,6 +52,14 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
       for (int part = 0; part < Cfg::kParts; part++) ptx::mbarrier_init(sm.out_full(part, s), 4);
     }
     ptx::mbarrier_init_fence();
+    if (a.p.batch * a.p.tokens > 0) {
+      ptx::tensor_prefetch_map(&a.k);
+      ptx::tensor_prefetch_map(&a.v);
+      if (Cfg::kOutput) {
+        ptx::tensor_prefetch_map(&a.q);
+        ptx::tensor_prefetch_map(&a.o);
+      }
+    }
   }
   // zeros that stay: what Abar's and Pg's panels leave free in their tiles
   constexpr int kPieces = Cfg::kTiles * kTileSmemBytes / 16;
@@ -60,6 +68,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
   ptx::proxy_fence();
   __syncthreads();
   ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
   const int group = threadIdx.x / 128;
   if (group == 0) {
     if constexpr (Cfg::kShareRegs) ptx::setmaxnreg_dec<Cfg::kRegsLoad>();

@@ -12,9 +12,14 @@ inline constexpr int kHelperWarp = 3;
 
 // ---- load role: one thread
 __device__ __forceinline__ void fetch_item(const ForwardArgs& a, ItemSlot& s, int index) {
+  WorkItem it{};
+  if (index < a.p.max_items) {  // on its way together with the number of items
+    const int4* from = reinterpret_cast<const int4*>(a.p.items + index);
+#pragma unroll
+    for (int w = 0; w < 4; w++) reinterpret_cast<int4*>(&it)[w] = from[w];
+  }
   s.valid = index < a.p.plan->num_items;
   if (!s.valid) return;
-  WorkItem it = a.p.items[index];
   int64_t state = it.sequence;
   s.skip_rows = 0;
   if (a.p.state_indices) {
@@ -34,7 +39,7 @@ __device__ __forceinline__ void fetch_item(const ForwardArgs& a, ItemSlot& s, in
     it.start = QLA_START_ZERO;
   s.item = it;
   s.state_index = int32_t(state);
-  s.batch = int32_t(it.token / a.row_tokens);
+  s.batch = a.p.batch == 1 ? 0 : int32_t(it.token / a.row_tokens);
   s.row = int32_t(it.token - s.batch * a.row_tokens);
 }
 

@@ -247,13 +247,14 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   __shared__ CutShared s;
   const int32_t jobs = int32_t(a.plan.num_seqs * a.plan.num_v_heads), gates = a.plan.slots * a.plan.num_v_heads;
   const bool one_round = jobs <= kCutThreads;
+  if (a.early) ptx::grid_dependency_launch();
   Cutter cutter{a, s, a.staged ? s_decay : a.decay, nullptr, 0};
   Unit* all_units = a.most_units <= kStagedUnits ? s.units : reinterpret_cast<Unit*>(a.units);
   bool long_enough = false;
   for (int32_t n = threadIdx.x; n < int32_t(a.plan.num_seqs); n += kCutThreads)
     long_enough |= run_of(a.plan, span_of(a.plan, n), n).chunks > a.rule.segment_chunks;
   if (!__syncthreads_or(long_enough)) {  // nothing to cut: the items of plan_segments stand
-    ptx::grid_dependency_launch();
+    if (!a.early) ptx::grid_dependency_launch();
     ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
     if (threadIdx.x == 0) *a.pre_header = PlanHeader{};
     return;
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   for (int run = rehearse ? 0 : 1; run < 2; run++) {
     if (run == 1) {
       ptx::grid_dependency_wait();
-      ptx::grid_dependency_launch();
+      if (!a.early) ptx::grid_dependency_launch();
       if (a.staged)
         for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = a.decay[i];
     }
