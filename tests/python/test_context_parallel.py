@@ -1,0 +1,149 @@
+"""Context parallelism inside one device: one graph for any boundaries and gates, modes, values that are not finite."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+import qla
+from common import Device, assert_equal
+from qla.testing import relative_l2
+
+TOKENS, HEADS = 8192, (2, 8)
+PACKINGS = 100
+
+
+def forward(inputs: dict[str, torch.Tensor], cu: torch.Tensor | None, **options: object) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        o, ht = qla.chunk_gated_delta_rule(**inputs, cu_seqlens=cu, output_final_state=True, **options)
+    return {"o": o, "ht": ht}
+
+
+def random_boundaries(draw: random.Random, tokens: int, sequences: int) -> list[int]:
+    """One long sequence, equal ones, empty ones, one of a token: whatever."""
+    kind = draw.randrange(4)
+    if kind == 0:
+        inner = sorted(draw.randrange(tokens + 1) for _ in range(sequences - 1))
+    elif kind == 1:
+        inner = [tokens * n // sequences for n in range(1, sequences)]
+    elif kind == 2:
+        inner = sorted(draw.choice((0, 1, 63, 64, 65, tokens - 1, tokens)) for _ in range(sequences - 1))
+    else:
+        inner = sorted(draw.randrange(tokens // 64 + 1) * 64 for _ in range(sequences - 1))
+    end = tokens if draw.random() < 0.7 else draw.randrange(inner[-1] if inner else 1, tokens + 1)
+    return [0, *(min(x, end) for x in inner), end]
+
+
+def random_gates(draw: random.Random, shape: torch.Size) -> torch.Tensor:
+    """Heads that never forget, forget at once, forget slowly, stand just beside the threshold of -10 a warm-up, or change on the way."""
+    tokens, heads = shape[1], shape[2]
+    g = torch.empty(shape)
+    for head in range(heads):
+        rate = draw.choice((0.0, -8.0, -0.05, -10.0 / 256 * draw.uniform(0.9, 1.1), -10.0 / 64, -0.001))
+        g[0, :, head] = rate
+        if draw.random() < 0.25:
+            at = draw.randrange(tokens)
+            g[0, at:, head] = draw.choice((0.0, -0.1))
+    return g
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3, 5])
+def test_one_graph_for_any_packing_and_gate(device: Device, sequences: int) -> None:
+    """Boundaries and gates are read on the device: a graph captured once replays any of them, to the bits of an eager call."""
+    if device.name != "cuda":
+        pytest.skip("graphs are CUDA's")
+    inputs = device.inputs(TOKENS, HEADS, sequences=sequences)
+    cu = device.cu(*(TOKENS * n // sequences for n in range(sequences + 1)))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward(inputs, cu)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = forward(inputs, cu)
+    draw = random.Random(sequences)
+    for number in range(PACKINGS // 4):
+        boundaries = random_boundaries(draw, TOKENS, sequences)
+        cu.copy_(device.cu(*boundaries))
+        inputs["g"].copy_(random_gates(draw, inputs["g"].shape))
+        held["o"].fill_(float("nan"))
+        held["ht"].fill_(float("nan"))
+        graph.replay()
+        replayed = {name: x.clone() for name, x in held.items()}
+        assert_equal(replayed, forward(inputs, cu))
+        uncut = forward(inputs, cu, auto_cp=False)
+        end = boundaries[-1]
+        for name, x, y in (("o", replayed["o"][:, :end], uncut["o"][:, :end]), ("ht", replayed["ht"], uncut["ht"])):
+            assert torch.isfinite(x).all(), (number, boundaries, name)
+            assert relative_l2(x.float(), y.float()) < 6e-3 or y.numel() == 0, (number, boundaries, name)
+        assert (replayed["o"][:, end:] == 0).all()
+
+
+def test_modes_agree(device: Device) -> None:
+    """auto, exact, off and a fixed plan compute the same; off and one segment are the same bits."""
+    inputs = device.inputs(8192, (1, 2)) if device.name == "cuda" else device.inputs(1600, (1, 2))
+    inputs["g"][:, :, 0] = 0.0  # a head that never forgets beside one that does
+    uncut = forward(inputs, None, auto_cp=False)
+    limit = 6e-3 if device.name == "cuda" else 1e-5
+    for auto_cp in (True, "auto", "exact"):
+        for name, x in forward(inputs, None, auto_cp=auto_cp).items():
+            assert relative_l2(x.float(), uncut[name].float()) < limit, (auto_cp, name)
+    whole = qla.plan(**inputs, auto_cp=False)
+    assert_equal(forward(inputs, None, auto_cp=whole), uncut)
+    cut = qla.plan(**inputs)
+    if cut.segment_chunks:  # a fixed plan is what auto chose, but for the last segment's length
+        for name, x in forward(inputs, None, auto_cp=cut).items():
+            assert relative_l2(x.float(), uncut[name].float()) < limit, name
+
+
+def test_batch_invariant_with_cuts(device: Device) -> None:
+    """deterministic="batch": a sequence's bits do not depend on what it is packed with, nor on the number of heads."""
+    long = 4096 + 640
+    inputs = device.inputs(long + 320, (2, 4), sequences=2)
+    inputs["g"][:, :, 1] = 0.0
+    cu = device.cu(0, long, long + 320)
+    packed = forward(inputs, cu, deterministic="batch")
+    first = {name: x[:1] if name == "initial_state" else x[:, :long].contiguous() for name, x in inputs.items()}
+    alone = forward(first, None, deterministic="batch")
+    assert_equal({"o": packed["o"][:, :long], "ht": packed["ht"][:1]}, alone)
+    half = {
+        name: x[:, :2].contiguous() if name == "initial_state" else x[:, :, : x.shape[2] // 2].contiguous()
+        for name, x in inputs.items()
+    }
+    assert_equal({"o": packed["o"][:, :, :2], "ht": packed["ht"][:, :2]}, forward(half, cu, deterministic="batch"))
+
+
+@pytest.mark.parametrize("what", ["v", "k", "initial_state"])
+def test_not_finite_is_not_lost(device: Device, what: str) -> None:
+    """A NaN reaches every later token of its value column (of its head, from a key) as in the recurrence, in heads that never
+    forget; and in heads that forget wherever the walk passes it. On the GPU a segment that warms up behind a NaN in v or in the
+    given state does not see it (docs/decisions/0054): its outputs are finite, and nothing before the NaN is touched."""
+    tokens = 16384 if device.name == "cuda" else 1600
+    inputs = device.inputs(tokens, (1, 2), sequences=1) if what == "initial_state" else device.inputs(tokens, (1, 2))
+    inputs["g"][:] = 0.0
+    inputs["g"][:, :, 1] = -0.3
+    at, column = tokens // 2 + 5, 3
+    if what == "v":
+        inputs["v"][0, at, :, column] = math.nan
+    elif what == "k":
+        inputs["k"][0, at, 0, column] = math.nan
+    else:
+        at = 0
+        inputs["initial_state"][0, :, 1, column] = math.nan
+    clean = {**inputs, what: torch.nan_to_num(inputs[what], nan=0.5)}
+    got, want = forward(inputs, None)["o"][0].float(), forward(clean, None)["o"][0].float()
+    assert torch.isfinite(got[: at // 64 * 64]).all()  # a chunk is computed as a whole: earlier tokens of its own may be touched
+    if what != "k":  # other value columns never meet this one
+        others = [c for c in range(got.shape[2]) if c != column]
+        assert torch.equal(got[:, :, others], want[:, :, others])
+    seen = got[at + 1 :, :, column].isnan()
+    assert seen[:, 0].all(), "the head that never forgets loses it"
+    if device.name == "cpu" or what == "k":
+        assert seen[:, 1].all()
+    else:
+        first_finite = int((~seen[:, 1]).float().argmax()) if not seen[:, 1].all() else len(seen)
+        assert first_finite > 0 and not seen[first_finite:, 1].any()
