@@ -54,6 +54,7 @@ class Measured:
         self.inputs = [make_inputs(row, seed, False) for seed in range(min(sets, set_count(row)))]
         self.cu = boundaries(row)
         self.side = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
 
     def call(self, inputs: dict[str, Any], segment_chunks: int | None) -> Any:
         """segment_chunks: None is the planner's own choice, 0 no cut."""
@@ -78,8 +79,11 @@ class Measured:
             self.call(self.inputs[0], segment_chunks)
             for inputs in self.inputs:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=self.side):
+                graph.capture_begin(pool=self.pool)  # torch.cuda.graph() would collect garbage and empty caches each time
+                try:
                     keep.append(self.call(inputs, segment_chunks))
+                finally:
+                    graph.capture_end()
                 graphs.append(graph)
         torch.cuda.current_stream().wait_stream(self.side)
 
