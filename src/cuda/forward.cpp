@@ -181,10 +181,7 @@ intra::Args intra_args(const Run& r) {
   const qla_gdn_forward_args& args = r.args;
   intra::Args a = cuda::intra_args(args, r.p, r.slots, r.device);
   a.chunk_table = r.b.chunk_table;
-  if (r.p.varlen) {
-    a.cu_seqlens = args.cu_seqlens.data;
-    a.index_dtype = args.cu_seqlens.dtype;
-  }
+  a.plan = plan_args(r);
   a.abar = r.b.saved.abar;
   a.pg = r.b.pg;
   a.vec = r.b.saved.vec;
@@ -321,10 +318,8 @@ void run_range(const Run& r) {
     const CUtensorMap map_k = make_token_map(map_shape(r.args.k), bf16, "k"),
                       map_q = make_token_map(map_shape(r.args.q), bf16, "q");
     intra::Args intra = intra_args(r);
-    if (inside) {
-      intra.plan = plan_args(r);
-      intra.makes_plan = 1;
-    } else {
+    intra.makes_plan = inside;
+    if (!inside) {
       intra.direct = r.p.num_seqs == 1 && counts.ranges == 1;
       intra.early = intra.direct || early;
     }

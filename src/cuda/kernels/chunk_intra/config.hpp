@@ -28,11 +28,9 @@ struct Args {
   int32_t per;                    // value heads of an item, at most kHeads: ceil(group / parts)
   int32_t step_slots, step_rest;  // the grid's size in slots and items of one: set by the launch
   int32_t early;   // 1: all it reads is there when it starts; it waits for the kernels before it when it has done its work
-  int32_t direct;  // 1: one sequence, chunks are found from its boundaries; the chunk table is not read
+  int32_t direct;  // 1: one sequence, chunks are found from its boundaries in `plan`; the chunk table is not read
   int32_t spare;   // CTAs that the grid leaves out: something else runs beside it
-  const void* cu_seqlens;  // of the one sequence; nullptr: 0 and tokens
-  int32_t index_dtype;     // QLA_INT32, QLA_INT64
-  uint32_t flags;          // QLA_FLAG_QK_L2NORM, RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
+  uint32_t flags;  // QLA_FLAG_QK_L2NORM, RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
   float scale;
   View g, beta;          // [B, T, HV]; g may be absent
   View a_log, dt_bias;   // [HV] (stride[2]) with QLA_FLAG_RAW_GATE; dt_bias may be absent

@@ -4,20 +4,14 @@
 #include <cstdint>
 
 #include "cuda/kernels/chunk_intra/config.hpp"
-#include "qla/qla.h"
+#include "cuda/kernels/plan_segments/boundaries.cuh"
 
 namespace qla::cuda::intra {
 
-// its boundaries, clamped as plan_segments clamps them
 __device__ __forceinline__ void single_sequence(const Args& a, int& first_token, int& end_token) {
-  if (!a.cu_seqlens) return;
-  const auto boundary = [&](int n) {
-    const int64_t x =
-        a.index_dtype == QLA_INT64 ? static_cast<const int64_t*>(a.cu_seqlens)[n] : static_cast<const int32_t*>(a.cu_seqlens)[n];
-    return int(x < 0 ? 0 : x > a.tokens ? a.tokens : x);
-  };
-  first_token = boundary(0);
-  end_token = boundary(1);
+  const segments::Span span = segments::span_of(a.plan, 0);
+  first_token = int(span.bos);
+  end_token = int(span.eos);
 }
 // as a ChunkRecord's bits
 __device__ __forceinline__ int4 single_record(int slot, int first_token, int end_token) {
