@@ -15,14 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from qla.bench_grid import Row, boundaries, find_table, lengths_of, make_inputs, read_rows, set_count
+from qla.progress import Bar
 
 GEOMETRIC = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LEAST_CHUNKS = 4
 TOLERANCE, TOLERANCE_US = 0.10, 3.0
+WORSE = 1.15  # two numbers of segments in a row this much slower than the best: more of them are not tried
 FORCED = {1: "main_half 1e6\nmain_half_quiet 1e6\n", 2: "main_full 1e6\nmain_full_quiet 1e6\nfused 1e6\n", 0: ""}
 
 
@@ -112,7 +115,7 @@ class Measured:
 
 
 def worker() -> int:
-    """Reads one JSON object a line {lengths, heads, pieces, refine}; writes {"us": {segment chunks: microseconds}} a line."""
+    """Reads one JSON object a line {lengths, heads, segments, ..}; writes {"us": [[segment chunks, microseconds], ..]} a line."""
     import torch
 
     with torch.no_grad():
@@ -120,24 +123,33 @@ def worker() -> int:
             task = json.loads(line)
             row = Row("fwd", "", "", task["lengths"], tuple(task["heads"]), {}, None, "")
             measured = Measured(row, task.get("sets", 2), task.get("budget_ms", 3.0))
-            us: dict[str, float] = {}
-            for length in task["segments"]:
-                us[str(length)] = min(measured.us(length), us.get(str(length), math.inf))
-            if task.get("refine") and len(us) > 1:
-                chunks = longest_chunks(row.lengths)
-                best = min((key for key in us if key not in ("0", "None")), key=lambda key: us[key])
-                count = math.ceil(chunks / int(best))
+            us: dict[int | None, float] = {}
+            worse = 0
+            for length in task["segments"]:  # longest segments first
+                us[length] = measured.us(length)
+                worse = worse + 1 if us[length] > WORSE * min(us.values()) else 0
+                if worse == 2 and task.get("prune"):
+                    break
+            for length in task.get("always", ()):
+                if length not in us:
+                    us[length] = measured.us(length)
+            cut = [length for length in us if length]
+            if task.get("refine") and cut and min(us[length] for length in cut) < WORSE * min(us.values()):
+                best = min(cut, key=lambda length: us[length])
+                count = math.ceil(longest_chunks(row.lengths) / best)
                 near = [count + d * max(1, count // 8) for d in (-2, -1, 1, 2)]
                 for length in segment_lengths(row.lengths, [n for n in near if n >= 2]).values():
-                    if str(length) not in us:
-                        us[str(length)] = measured.us(length)
+                    if length not in us:
+                        us[length] = measured.us(length)
             del measured
             torch.cuda.empty_cache()
-            print(json.dumps({"us": us}), flush=True)
+            print(json.dumps({"us": list(us.items())}), flush=True)
     return 0
 
 
-def measure(tasks: list[dict[str, Any]], splits: int, deadline_s: float = 600.0) -> list[dict[int | None, float]]:
+def measure(
+    tasks: list[dict[str, Any]], splits: int, progress: Callable[[dict[str, Any], dict[int | None, float]], None] | None = None
+) -> list[dict[int | None, float]]:
     """All tasks in one process whose planner takes V whole (1), in halves (2) or as it likes (0)."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {k: v for k, v in os.environ.items() if k != "QLA_COSTS" or splits == 0}
@@ -147,22 +159,65 @@ def measure(tasks: list[dict[str, Any]], splits: int, deadline_s: float = 600.0)
             environment["QLA_COSTS"] = str(costs)
         package = str(Path(__file__).resolve().parents[1])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
-        done = subprocess.run(
-            [sys.executable, "-m", "qla.sweep"],
-            input="".join(json.dumps(task) + "\n" for task in tasks),
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=deadline_s,
-        )
-    lines = [json.loads(line)["us"] for line in done.stdout.splitlines() if line.startswith("{")]
-    if len(lines) != len(tasks):
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ValueError(f"measuring process: {len(lines)} of {len(tasks)} rows: {last}")
-    return [{None if k == "None" else int(k): v for k, v in line.items()} for line in lines]
+        words = Path(folder) / "stderr"
+        found: list[dict[int | None, float]] = []
+        with (
+            words.open("w") as errors,
+            subprocess.Popen(
+                [sys.executable, "-m", "qla.sweep"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                text=True,
+            ) as process,
+        ):
+            assert process.stdin and process.stdout
+            for task in tasks:
+                try:
+                    process.stdin.write(json.dumps(task) + "\n")
+                    process.stdin.flush()
+                except BrokenPipeError:
+                    break
+                line = process.stdout.readline()
+                while line and not line.startswith("{"):
+                    line = process.stdout.readline()
+                if not line:
+                    break
+                found.append(dict(map(tuple, json.loads(line)["us"])))
+                if progress:
+                    progress(task, found[-1])
+            process.stdin.close()
+        last = (words.read_text().strip().splitlines() or ["no output"])[-1]
+    if len(found) != len(tasks):
+        raise ValueError(f"measuring process: {len(found)} of {len(tasks)} rows: {last}")
+    return found
 
 
 # ---- qla bench --sweep ------------------------------------------------------------------------------------------
+
+
+def planners_choice(row: Row) -> tuple[int, int]:
+    """-> (chunks a segment, 0 where the planner does not cut; parts of V), from shapes alone as in a call."""
+    from qla import planview
+
+    raw = planview.make_plan(row.lengths, row.heads, "bf16", "cuda").raw
+    return (raw.segment_chunks if raw.segment_chunks < longest_chunks(row.lengths) else 0), raw.value_splits
+
+
+def measure_and_keep(tasks: list[dict[str, Any]], splits: int, out: Path) -> list[dict[int | None, float]]:
+    """measure(), with a bar and a file of what is known so far: an interrupted run loses nothing."""
+    done = 0
+    with Bar(len(tasks), f"V in {splits}", 5) as bar, (out / f"sweep_{splits}.jsonl").open("w") as raw:
+
+        def progress(task: dict[str, Any], us: dict[int | None, float]) -> None:
+            nonlocal done
+            done += 1
+            bar(done, str(task["heads"]))
+            raw.write(json.dumps({**task, "splits": splits, "us": list(us.items())}) + "\n")
+            raw.flush()
+
+        return measure(tasks, splits, progress)
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -170,16 +225,27 @@ def sweep(args: argparse.Namespace) -> int:
     rows: dict[tuple[str, tuple[int, int]], Row] = {}
     for row in read_rows(find_table(args.table), "fwd", args.rows):
         rows.setdefault((row.name, row.heads), row)
-    base = [{"lengths": r.lengths, "heads": r.heads} for r in rows.values()]
-    cuts = [[0, *segment_lengths(r.lengths, GEOMETRIC).values()] for r in rows.values()]
-    forced = {s: measure([{**t, "segments": c, "refine": True} for t, c in zip(base, cuts)], s) for s in (1, 2)}
-    # The planner's own plan last, and once more where it looks bad: a stray slow run is not its fault.
-    chosen = measure([{**t, "segments": [None, None]} for t in base], 0)
+    chosen = [planners_choice(r) for r in rows.values()]
+    args.out.mkdir(parents=True, exist_ok=True)
+    forced: dict[int, list[dict[int | None, float]]] = {}
+    for splits in (1, 2):
+        tasks = [
+            {
+                "lengths": r.lengths,
+                "heads": r.heads,
+                "segments": [0, *segment_lengths(r.lengths, GEOMETRIC).values()],
+                "always": [length] if halves == splits else [],
+                "prune": True,
+                "refine": True,
+            }
+            for r, (length, halves) in zip(rows.values(), chosen)
+        ]
+        forced[splits] = measure_and_keep(tasks, splits, args.out)
     results = []
-    for row, whole, halves, auto in zip(rows.values(), forced[1], forced[2], chosen):
-        every = {(l, s): us for s, found in ((1, whole), (2, halves)) for l, us in found.items()}
-        (length, splits), best = min(every.items(), key=lambda item: item[1])
-        us = auto[None]
+    for row, whole, halves, (length, splits) in zip(rows.values(), forced[1], forced[2], chosen):
+        every = {(chunks or 0, s): us for s, found in ((1, whole), (2, halves)) for chunks, us in found.items()}
+        (best_length, best_splits), best = min(every.items(), key=lambda item: item[1])
+        us = every[length, splits]
         results.append(
             {
                 "lengths": row.name,
@@ -187,16 +253,17 @@ def sweep(args: argparse.Namespace) -> int:
                 "uncut_us": whole[0],
                 "split_us": halves[0],
                 "best_us": best,
-                "best_segment": length,
-                "best_splits": splits,
+                "best_segment": best_length,
+                "best_splits": best_splits,
                 "planner_us": us,
+                "planner_segment": length,
+                "planner_splits": splits,
                 "gap": us / best - 1,
                 "good": us <= max(best * (1 + TOLERANCE), best + TOLERANCE_US),
                 "known": row.known,
-                "all": [[l, s, round(t, 2)] for (l, s), t in sorted(every.items())],
+                "all": [[chunks, s, round(t, 2)] for (chunks, s), t in sorted(every.items())],
             }
         )
-    args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "sweep.jsonl").open("w") as f:
         f.writelines(json.dumps(r) + "\n" for r in results)
     text = table(results, time.perf_counter() - started)
@@ -221,8 +288,9 @@ def table(results: list[dict[str, Any]], seconds: float) -> str:
         f"{100 * sum(max(r['gap'], 0.0) for r in results) / len(results):.1f} %, largest {100 * worst['gap']:.1f} % "
         f"({worst['lengths']}, {worst['heads']}). {sum(len(r['all']) for r in results)} plans in {seconds:.0f} s.",
         "",
-        f"Numbers of segments tried: {', '.join(map(str, GEOMETRIC))}, and four neighbours of the best, where each leaves at least "
-        f"{LEAST_CHUNKS} chunks; each with all of V and with halves. Bursts of few replays: for comparing plans of one row.",
+        f"Numbers of segments of the longest sequence: {', '.join(map(str, GEOMETRIC))} where each leaves at least {LEAST_CHUNKS} chunks, no more once two "
+        f"in a row are {100 * (WORSE - 1):.0f} % behind the best, then four neighbours of the best; each with all of V and with halves. Bursts of few "
+        "replays at full clock: for comparing plans of one row.",
         "",
         "| lengths | Hk, Hv | no cut us | V split us | best us | segment chunks | halves of V | planner us | gap % | |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
