@@ -26,7 +26,11 @@ GEOMETRIC = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LEAST_CHUNKS = 4
 TOLERANCE, TOLERANCE_US = 0.10, 3.0
 WORSE = 1.15  # two numbers of segments in a row this much slower than the best: more of them are not tried
-FORCED = {1: "main_half 1e6\nmain_half_quiet 1e6\n", 2: "main_full 1e6\nmain_full_quiet 1e6\nfused 1e6\n", 0: ""}
+# What keeps the planner from all but one form: all of V, halves, the fused form (never cut), or 0: as it likes.
+NO_FUSED = "fused_4 1e6\nfused_2 1e6\nfused_1 1e6\nfused_quiet 1e6\n"
+NO_WHOLE, NO_HALVES = "main_full 1e6\nmain_full_quiet 1e6\n", "main_half 1e6\nmain_half_quiet 1e6\n"
+FUSED = 3
+FORCED = {0: "", 1: NO_FUSED + NO_HALVES, 2: NO_FUSED + NO_WHOLE, FUSED: NO_WHOLE + NO_HALVES}
 
 
 def longest_chunks(lengths: list[int]) -> int:

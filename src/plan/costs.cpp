@@ -12,29 +12,36 @@ namespace {
 
 struct Constant {
   const char* name;
-  float DeviceCosts::*single;
-  int of_intra;  // index, where single is null
+  float& (*of)(DeviceCosts&);
 };
-constexpr Constant kConstants[] = {
-    {"fused", &DeviceCosts::fused, 0},
-    {"main_full", &DeviceCosts::main_full, 0},
-    {"main_half", &DeviceCosts::main_half, 0},
-    {"main_full_quiet", &DeviceCosts::main_full_quiet, 0},
-    {"main_half_quiet", &DeviceCosts::main_half_quiet, 0},
-    {"state_half", &DeviceCosts::state_half, 0},
-    {"reverse_half", &DeviceCosts::reverse_half, 0},
-    {"intra_4", nullptr, 0},
-    {"intra_2", nullptr, 1},
-    {"intra_1", nullptr, 2},
-    {"passes", &DeviceCosts::passes, 0},
-    {"grads", &DeviceCosts::grads, 0},
-    {"merge", &DeviceCosts::merge, 0},
-    {"item", &DeviceCosts::item, 0},
-    {"launches", &DeviceCosts::launches, 0},
-    {"intra_launch", &DeviceCosts::intra_launch, 0},
-    {"packed", &DeviceCosts::packed, 0},
-    {"cut", &DeviceCosts::cut, 0},
+#define QLA_CONSTANT(name, member)                          \
+  Constant {                                                \
+    name, [](DeviceCosts& c) -> float& { return c.member; } \
+  }
+const Constant kConstants[] = {
+    QLA_CONSTANT("fused_4", fused[0]),
+    QLA_CONSTANT("fused_2", fused[1]),
+    QLA_CONSTANT("fused_1", fused[2]),
+    QLA_CONSTANT("fused_quiet", fused_quiet),
+    QLA_CONSTANT("main_full", main_full),
+    QLA_CONSTANT("main_half", main_half),
+    QLA_CONSTANT("main_full_quiet", main_full_quiet),
+    QLA_CONSTANT("main_half_quiet", main_half_quiet),
+    QLA_CONSTANT("state_half", state_half),
+    QLA_CONSTANT("reverse_half", reverse_half),
+    QLA_CONSTANT("intra_4", intra[0]),
+    QLA_CONSTANT("intra_2", intra[1]),
+    QLA_CONSTANT("intra_1", intra[2]),
+    QLA_CONSTANT("passes", passes),
+    QLA_CONSTANT("grads", grads),
+    QLA_CONSTANT("merge", merge),
+    QLA_CONSTANT("item", item),
+    QLA_CONSTANT("launches", launches),
+    QLA_CONSTANT("intra_launch", intra_launch),
+    QLA_CONSTANT("packed", packed),
+    QLA_CONSTANT("cut", cut),
 };
+#undef QLA_CONSTANT
 
 std::string names() {
   std::string all;
@@ -57,7 +64,7 @@ DeviceCosts read_costs(std::istream& in, const std::string& where, DeviceCosts c
     QLA_CHECK(found, where, ":", number, ": expected one of ", names(), ", got '", name, "'; `qla calibrate` writes such a file");
     QLA_CHECK((words >> value) && !(words >> rest) && std::isfinite(value) && value >= 0, where, ":", number, ": expected '",
               name, "' and one number of microseconds, not negative, got '", line, "'");
-    (found->single ? costs.*found->single : costs.intra[found->of_intra]) = value;
+    found->of(costs) = value;
   }
   costs.name = "calibrated";
   return costs;
