@@ -13,13 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qla.sweep import measure
+from qla.sweep import FUSED, measure
 
 # as in src/plan/model.hpp and costs.hpp
-ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, EQUAL_ROUNDS, TAIL = 4, 0.25, 3.0, 0.3
+ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, EQUAL_ROUNDS, TAIL, QUIET_SHARE = 4, 0.25, 3.0, 0.3, 0.75
 SHIPPED = {
     "main_full": 1.49, "main_half": 0.82, "main_full_quiet": 1.56, "main_half_quiet": 0.95, "state_half": 0.83,
     "intra_4": 1.28, "intra_2": 1.49, "intra_1": 2.34, "merge": 1.63, "item": 10.4, "launches": 21.6, "packed": 3.8, "cut": 15.7,
+    "fused_4": 2.6, "fused_2": 2.65, "fused_1": 2.7, "fused_quiet": 2.25, "intra_launch": 8.0,
 }  # fmt: skip
 
 # lengths, heads, segment lengths in chunks (0: no cut); each with and without V split
@@ -65,15 +66,21 @@ def makespan(groups: list[tuple[float, float]], each: Any, sms: int) -> tuple[fl
 
 
 def coefficients(
-    lengths: list[int], heads: tuple[int, int], segment: int, splits: int, sms: int, costs: dict[str, float]
+    lengths: list[int], heads: tuple[int, int], segment: int, form: int, sms: int, costs: dict[str, float]
 ) -> dict[str, float]:
-    """How often each constant enters the predicted time of a forward call; costs say only which walk is the longest."""
+    """How often each constant enters the predicted time of a forward call; costs say only which walk is the longest. form: parts of
+    V (1 or 2), or the fused form, which is never cut."""
     hk, hv = heads
     chunks = [math.ceil(n / 64) for n in lengths]
     pieces = [max(1, math.ceil(c / segment)) if segment else 1 for c in chunks]
     exact = int(hv * ASSUMED_EXACT_SHARE + 0.5)
+    splits, group = (2 if form == 2 else 1), hv // hk
     items = sum(pieces) * hv * splits
-    kind = ("main_half" if splits == 2 else "main_full") + ("" if items > sms else "_quiet")
+    sharing = "4" if group >= 4 else "2" if group >= 2 else "1"
+    if form == FUSED:
+        kind = "fused_quiet" if items <= QUIET_SHARE * sms else f"fused_{sharing}"
+    else:
+        kind = ("main_half" if splits == 2 else "main_full") + ("" if items > sms else "_quiet")
     main: list[tuple[float, float]] = []
     pre: list[tuple[float, float]] = []
     chain = 0
@@ -87,12 +94,12 @@ def coefficients(
         chain = max(chain, p - 1 if exact else 0)
     walked, started = makespan(main, lambda n: n * costs[kind] + costs["item"], sms)
     before, _ = makespan(pre, lambda n: n * costs["state_half"], sms)
-    group = hv // hk
+    stage = {"intra_launch": -1.0} if form == FUSED else {f"intra_{sharing}": sum(chunks) * hv / sms}
     return {
         "launches": 1.0,
+        **stage,
         "packed": float(len(lengths) > 1),
         "cut": float(segment > 0),
-        "intra_4" if group >= 4 else "intra_2" if group >= 2 else "intra_1": sum(chunks) * hv / sms,
         kind: walked,
         "item": started,
         "state_half": before,
@@ -128,13 +135,13 @@ def non_negative_fit(matrix: Any, right: Any) -> Any:
 
 
 def fit(samples: list[dict[str, Any]], sms: int, start: dict[str, float]) -> tuple[dict[str, float], float, float]:
-    """-> constants, root mean square and largest relative error. samples: lengths, heads, segment, splits, us."""
+    """-> constants, root mean square and largest relative error. samples: lengths, heads, segment, form, us."""
     import numpy
 
     names, costs = list(start), dict(start)
     worst = rms = 0.0
     for _ in range(4):  # which walk is the longest depends, a little, on the constants
-        rows = [coefficients(s["lengths"], s["heads"], s["segment"], s["splits"], sms, costs) for s in samples]
+        rows = [coefficients(s["lengths"], s["heads"], s["segment"], s["form"], sms, costs) for s in samples]
         matrix = numpy.array([[row.get(name, 0.0) / s["us"] for name in names] for row, s in zip(rows, samples)])
         seen = numpy.abs(matrix).sum(axis=0) > 0  # a constant that no sample has keeps its value
         found = non_negative_fit(matrix[:, seen], numpy.ones(len(samples)))
@@ -147,7 +154,7 @@ def fit(samples: list[dict[str, Any]], sms: int, start: dict[str, float]) -> tup
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("qla_costs.txt"), help="the file to write; QLA_COSTS then names it")
     parser.add_argument(
-        "--samples", type=Path, help="fit these JSON lines (lengths, heads, segment, splits, us) and measure nothing"
+        "--samples", type=Path, help="fit these JSON lines (lengths, heads, segment, form, us) and measure nothing"
     )
     parser.add_argument("--keep", type=Path, help="also write what was measured, as JSON lines")
     parser.add_argument("--multiprocessors", type=int, help="with --samples: of the device they come from (default 132)")
@@ -155,11 +162,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def take_samples() -> list[dict[str, Any]]:
     samples: list[dict[str, Any]] = []
-    for splits in (1, 2):
-        tasks = [{"lengths": lengths, "heads": heads, "segments": segments} for lengths, heads, segments in CASES]
-        for (lengths, heads, _), found in zip(CASES, measure(tasks, splits)):
+    for form in (1, 2, FUSED):
+        cases = [
+            (lengths, heads, segments if form != FUSED else [0])
+            for lengths, heads, segments in CASES
+            if form != FUSED or 0 in segments
+        ]
+        tasks = [{"lengths": lengths, "heads": heads, "segments": segments} for lengths, heads, segments in cases]
+        for (lengths, heads, _), found in zip(cases, measure(tasks, form)):
             for segment, us in found.items():
-                samples.append({"lengths": lengths, "heads": heads, "segment": segment or 0, "splits": splits, "us": us})
+                samples.append({"lengths": lengths, "heads": heads, "segment": segment or 0, "form": form, "us": us})
     return samples
 
 

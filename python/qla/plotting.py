@@ -190,7 +190,7 @@ def context_parallel_picture(path: Path, rows: list[dict[str, Any]]) -> None:
         for peer, color, marker in peers:
             known = [(n, r["known"][peer]) for n, r in zip(tokens, part) if r.get("known", {}).get(peer)]
             axis.loglog(*zip(*known) if known else ([], []), color=color, marker=marker, ms=5, lw=0.6, label=peer)
-        uncut = [min(r["uncut_us"], r["split_us"]) / 1e3 for r in part]
+        uncut = [min(r["uncut_us"], r["split_us"], r["fused_us"]) / 1e3 for r in part]
         axis.loglog(tokens, uncut, color=GREY, marker=".", lw=1.2, ls="--", label="qla, no cut")
         axis.loglog(tokens, [r["planner_us"] / 1e3 for r in part], color=OURS, marker=".", lw=1.6, label="qla, planner")
         axis.set_title(f"{name.replace(', ', ' / ')} heads", fontsize=10)

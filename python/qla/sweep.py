@@ -30,6 +30,7 @@ WORSE = 1.15  # two numbers of segments in a row this much slower than the best:
 NO_FUSED = "fused_4 1e6\nfused_2 1e6\nfused_1 1e6\nfused_quiet 1e6\n"
 NO_WHOLE, NO_HALVES = "main_full 1e6\nmain_full_quiet 1e6\n", "main_half 1e6\nmain_half_quiet 1e6\n"
 FUSED = 3
+FORMS = {1: "whole", 2: "halves", FUSED: "fused"}
 FORCED = {0: "", 1: NO_FUSED + NO_HALVES, 2: NO_FUSED + NO_WHOLE, FUSED: NO_WHOLE + NO_HALVES}
 
 
@@ -202,11 +203,12 @@ def measure(
 
 
 def planners_choice(row: Row) -> tuple[int, int]:
-    """-> (chunks a segment, 0 where the planner does not cut; parts of V), from shapes alone as in a call."""
+    """-> (chunks a segment, 0 where the planner does not cut; form), from shapes alone as in a call."""
     from qla import planview
 
     raw = planview.make_plan(row.lengths, row.heads, "bf16", "cuda").raw
-    return (raw.segment_chunks if raw.segment_chunks < longest_chunks(row.lengths) else 0), raw.value_splits
+    length = raw.segment_chunks if raw.segment_chunks < longest_chunks(row.lengths) else 0
+    return length, FUSED if raw.fused else raw.value_splits
 
 
 def measure_and_keep(tasks: list[dict[str, Any]], splits: int, out: Path) -> list[dict[int | None, float]]:
@@ -232,36 +234,37 @@ def sweep(args: argparse.Namespace) -> int:
     chosen = [planners_choice(r) for r in rows.values()]
     args.out.mkdir(parents=True, exist_ok=True)
     forced: dict[int, list[dict[int | None, float]]] = {}
-    for splits in (1, 2):
+    for form in (1, 2, FUSED):
         tasks = [
             {
                 "lengths": r.lengths,
                 "heads": r.heads,
-                "segments": [0, *segment_lengths(r.lengths, GEOMETRIC).values()],
-                "always": [length] if halves == splits else [],
+                "segments": [0, *(segment_lengths(r.lengths, GEOMETRIC).values() if form != FUSED else ())],
+                "always": [length] if own == form else [],
                 "prune": True,
                 "refine": True,
             }
-            for r, (length, halves) in zip(rows.values(), chosen)
+            for r, (length, own) in zip(rows.values(), chosen)
         ]
-        forced[splits] = measure_and_keep(tasks, splits, args.out)
+        forced[form] = measure_and_keep(tasks, form, args.out)
     results = []
-    for row, whole, halves, (length, splits) in zip(rows.values(), forced[1], forced[2], chosen):
-        every = {(chunks or 0, s): us for s, found in ((1, whole), (2, halves)) for chunks, us in found.items()}
-        (best_length, best_splits), best = min(every.items(), key=lambda item: item[1])
-        us = every[length, splits]
+    for number, (row, (length, form)) in enumerate(zip(rows.values(), chosen)):
+        every = {(chunks or 0, f): us for f, found in forced.items() for chunks, us in found[number].items()}
+        (best_length, best_form), best = min(every.items(), key=lambda item: item[1])
+        us = every[length, form]
         results.append(
             {
                 "lengths": row.name,
                 "heads": f"{row.heads[0]}, {row.heads[1]}",
-                "uncut_us": whole[0],
-                "split_us": halves[0],
+                "uncut_us": every[0, 1],
+                "split_us": every[0, 2],
+                "fused_us": every[0, FUSED],
                 "best_us": best,
                 "best_segment": best_length,
-                "best_splits": best_splits,
+                "best_form": best_form,
                 "planner_us": us,
                 "planner_segment": length,
-                "planner_splits": splits,
+                "planner_form": form,
                 "gap": us / best - 1,
                 "good": us <= max(best * (1 + TOLERANCE), best + TOLERANCE_US),
                 "known": row.known,
@@ -292,17 +295,19 @@ def table(results: list[dict[str, Any]], seconds: float) -> str:
         f"{100 * sum(max(r['gap'], 0.0) for r in results) / len(results):.1f} %, largest {100 * worst['gap']:.1f} % "
         f"({worst['lengths']}, {worst['heads']}). {sum(len(r['all']) for r in results)} plans in {seconds:.0f} s.",
         "",
-        f"Numbers of segments of the longest sequence: {', '.join(map(str, GEOMETRIC))} where each leaves at least {LEAST_CHUNKS} chunks, no more once two "
-        f"in a row are {100 * (WORSE - 1):.0f} % behind the best, then four neighbours of the best; each with all of V and with halves. Bursts of few "
-        "replays at full clock: for comparing plans of one row.",
+        f"Numbers of segments of the longest sequence: {', '.join(map(str, GEOMETRIC))} where each leaves at least {LEAST_CHUNKS} chunks, "
+        f"no more once two in a row are {100 * (WORSE - 1):.0f} % behind the best, then four neighbours of the best; each with all of V "
+        "and with halves; the fused form uncut. Bursts of few replays at full clock: for comparing plans of one row.",
         "",
-        "| lengths | Hk, Hv | no cut us | V split us | best us | segment chunks | halves of V | planner us | gap % | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| lengths | Hk, Hv | no cut us | V split us | fused us | best us | chunks a segment, form | planner us | .. | gap % | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in sorted(results, key=lambda r: -r["gap"]):
+        times = " | ".join(f"{r[key]:.1f}" for key in ("uncut_us", "split_us", "fused_us", "best_us"))
+        plans = [f"{r[f'{who}_segment'] or 'no cut'}, {FORMS[r[f'{who}_form']]}" for who in ("best", "planner")]
         lines.append(
-            f"| {r['lengths']} | {r['heads']} | {r['uncut_us']:.1f} | {r['split_us']:.1f} | {r['best_us']:.1f} | {r['best_segment'] or 'no cut'} | "
-            f"{'yes' if r['best_splits'] == 2 else 'no'} | {r['planner_us']:.1f} | {100 * r['gap']:.1f} | {'' if r['good'] else 'over'} |"
+            f"| {r['lengths']} | {r['heads']} | {times} | {plans[0]} | {r['planner_us']:.1f} | {plans[1]} | {100 * r['gap']:.1f} | "
+            f"{'' if r['good'] else 'over'} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -64,10 +64,10 @@ def test_fit_finds_constants_again(tmp_path: Path) -> None:
     samples = []
     for lengths, heads, segments in calibrate.CASES:
         for segment in segments:
-            for splits in (1, 2):
-                row = calibrate.coefficients(lengths, heads, segment, splits, 132, truth)
+            for form in (1, 2) if segment else (1, 2, sweep.FUSED):
+                row = calibrate.coefficients(lengths, heads, segment, form, 132, truth)
                 us = sum(truth[name] * x for name, x in row.items())
-                samples.append({"lengths": lengths, "heads": heads, "segment": segment, "splits": splits, "us": us})
+                samples.append({"lengths": lengths, "heads": heads, "segment": segment, "form": form, "us": us})
     found, rms, worst = calibrate.fit(samples, 132, calibrate.SHIPPED)
     assert rms < 1e-3 and worst < 5e-3
     for name, value in truth.items():
@@ -79,7 +79,7 @@ def test_fit_finds_constants_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     costs.write_text(costs.read_text() + sweep.NO_FUSED)
     for splits in (1, 2):
-        sample = next(s for s in samples if (s["lengths"], s["segment"], s["splits"]) == ([32768], 64, splits))
+        sample = next(s for s in samples if (s["lengths"], s["segment"], s["form"]) == ([32768], 64, splits))
         chosen, us = predicted(sample["lengths"], sample["heads"], 64, QLA_COSTS=str(costs))
         assert chosen != splits or abs(us - sample["us"]) <= 0.6 + 0.01 * us
 
@@ -115,9 +115,20 @@ def test_sweep_table_names_rows_that_are_over() -> None:
         "split_us": 60.0,
         "best_us": 50.0,
         "best_segment": 8,
-        "best_splits": 2,
+        "best_form": 2,
+        "fused_us": 90.0,
+        "planner_segment": 0,
+        "planner_form": sweep.FUSED,
     }
     good = {**row, "planner_us": 52.9, "gap": 0.058, "good": True, "all": [[0, 1, 80.0]]}
     over = {**row, "planner_us": 56.0, "gap": 0.12, "good": False, "all": [[0, 1, 80.0]]}
     text = sweep.table([good, over], 1.0)
     assert "1 of 2 rows" in text and text.count("| over |") == 1
+
+
+def test_fused_form_is_in_the_model(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.txt"
+    costs.write_text(sweep.FORCED[sweep.FUSED])
+    for lengths, heads in (([8192] * 4, (16, 32)), ([1024] * 8, (16, 16)), ([4096], (2, 8))):
+        _, us = predicted(lengths, heads, 0, QLA_COSTS=str(costs))
+        assert abs(ours(lengths, heads, 0, sweep.FUSED) - us) <= 0.6 + 0.01 * us
