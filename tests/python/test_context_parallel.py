@@ -147,3 +147,18 @@ def test_not_finite_is_not_lost(device: Device, what: str) -> None:
     else:
         first_finite = int((~seen[:, 1]).float().argmax()) if not seen[:, 1].all() else len(seen)
         assert first_finite > 0 and not seen[first_finite:, 1].any()
+
+
+def test_force_intra_cp_cuts_and_computes_the_same(device: Device) -> None:
+    """flash_qla's switch: the longest sequence in about eight segments, heads that never forget among them."""
+    from flash_qla import _chunk, chunk_gated_delta_rule
+
+    inputs = device.inputs(1600, (1, 2))
+    inputs["g"][:, :, 0] = 0.0
+    plan = qla.plan(**inputs, auto_cp=_chunk._policy(True, True, 1600))
+    assert plan.segment_chunks == 4 and plan.num_segments > 2 * 2
+    with torch.no_grad():
+        whole = chunk_gated_delta_rule(**inputs, output_final_state=True, auto_cp=False)
+        forced = chunk_gated_delta_rule(**inputs, output_final_state=True, force_intra_cp=True)
+    for x, y in zip(forced, whole):
+        assert relative_l2(x.float(), y.float()) < (6e-3 if device.name == "cuda" else 1e-5)
