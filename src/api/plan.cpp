@@ -89,7 +89,9 @@ float predict(const PlannedCall& planned, const plan::Shape& shape, const std::v
   const Choice& choice = planned.choice;
   const plan::Candidate candidate{choice.rule.segment_chunks, choice.value_splits, choice.fused};
   const auto items = static_cast<float>(static_cast<int64_t>(segments.size()) * choice.value_splits);
-  const float per_chunk = plan::chunk_cost(costs, shape, candidate, items);
+  const float per_chunk =
+      plan::chunk_cost(costs, shape, candidate, items,
+                       static_cast<float>(chunks) * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms));
   Queue main, pre;
   int64_t chain = 0, longest_chain = 0;
   for (const Segment& s : segments) {

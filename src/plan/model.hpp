@@ -54,14 +54,23 @@ struct Candidate {
 // Index of a call's costs that depend on how many value heads share a query/key head.
 inline int group_kind(const Shape& shape) { return shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2; }
 
-// Microseconds of one chunk of one item of the main pass.
-inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Candidate& c, float items) {
-  const float sms = static_cast<float>(costs.num_sms);
+// Microseconds of one chunk of one item of the main pass, `items` of which run. A long walk on a full card meets its limit of
+// power: the clock falls. share: chunks a multiprocessor.
+inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Candidate& c, float items, float share) {
+  const float sms = static_cast<float>(costs.num_sms), rounds = items / sms,
+              whole = static_cast<float>(static_cast<int64_t>(rounds));
   const bool card_full = items > sms;
   if (shape.backward) return (c.splits == 2 ? 1.0f : 1.6f) * (costs.reverse_half + (card_full ? costs.state_half : 0.0f));
-  if (c.fused) return items <= 0.75f * sms ? costs.fused_quiet : costs.fused[group_kind(shape)];
-  if (c.splits == 2) return card_full ? costs.main_half : costs.main_half_quiet;
-  return card_full ? costs.main_full : costs.main_full_quiet;
+  const float limit = c.fused ? 0.1f : 0.2f;
+  const float power = rounds > 0.75f ? 1.0f + limit * std::min(1.0f, share / 128.0f) : 1.0f;
+  if (c.fused) {
+    const float full = costs.fused[group_kind(shape)] * power, rest = rounds - whole;
+    if (rounds <= 0.75f) return costs.fused_quiet;
+    // a last round that leaves much of the card idle is a quiet one
+    return rest > 0.0f && rest <= 0.75f && whole <= 3.0f ? (whole * full + costs.fused_quiet) / (whole + 1.0f) : full;
+  }
+  if (c.splits == 2) return (card_full ? costs.main_half : costs.main_half_quiet) * power;
+  return (card_full ? costs.main_full : costs.main_full_quiet) * power;
 }
 
 // All that is no walk along the sequences.
@@ -109,13 +118,16 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     items += static_cast<float>(kind.count * pieces_of(kind.chunks)) * heads * splits;
     chunks += static_cast<float>(kind.count * kind.chunks);
   }
-  const float per_chunk = chunk_cost(costs, shape, c, items);
+  const float share = chunks * heads / sms;
   Load main, pre;  // in microseconds
   int64_t longest_chain = 0;
   for (int32_t i = 0; i < profile.num_kinds; ++i) {
     const Profile::Kind& kind = profile.kinds[i];
     const int64_t pieces = pieces_of(kind.chunks);
     const float count = static_cast<float>(kind.count), length = static_cast<float>(ceil_div(kind.chunks, pieces));
+    // of one long sequence and short ones, the long one's items run on when the others have ended
+    const bool outlives = c.fused && i == 0 && profile.num_kinds == 2;
+    const float per_chunk = chunk_cost(costs, shape, c, outlives ? count * heads : items, share);
     main.add(count * heads * splits, length * per_chunk + costs.item);
     if (pieces == 1) continue;
     const float later = static_cast<float>(pieces - 1);
