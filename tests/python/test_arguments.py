@@ -243,6 +243,34 @@ def test_pool_slots_that_hold_nothing_yet(device: Device) -> None:
     assert torch.equal(o, expected) and torch.equal(pool[1], end[0]) and torch.equal(pool[3], end[1])
 
 
+@pytest.mark.parametrize("kind", ["qwen", "soft", "zero"])
+@pytest.mark.parametrize("auto_cp", [True, "exact"])
+def test_pool_and_checkpoints_of_cut_sequences(device: Device, kind: str, auto_cp: bool | str) -> None:
+    """Long enough to be cut, each head by its own gates: no more than the rounding changes, slot for slot."""
+    cu, every = (0, 3000, 3000, 3001, 8192), 256
+    rows = sum((b - a) // every for a, b in zip(cu, cu[1:]))
+    inputs = device.inputs(8192, (1, 4), sequences=4, kind=kind)
+    boundaries, states = device.cu(*cu), inputs.pop("initial_state")
+    indices = device.tensor([5, 0, 2, 1])
+    results = []
+    for cp in (False, auto_cp):
+        pool = states.new_full((6, *states.shape[1:]), 7.0)
+        pool[indices] = states
+        checkpoints = states.new_full((rows, *states.shape[1:]), float("nan"))
+        out = torch.full_like(inputs["v"], float("nan"))
+        qla.chunk_gated_delta_rule(
+            **inputs, initial_state=pool, state_indices=indices, cu_seqlens=boundaries, out=out, auto_cp=cp,
+            checkpoint_every_n_tokens=every, state_checkpoints=checkpoints,
+        )  # fmt: skip
+        assert (pool[[3, 4]] == 7).all() and torch.equal(pool[0], states[1])
+        results.append((out, checkpoints, pool))
+    limit = 1e-5 if device.name == "cpu" else 5e-3 * 2**0.5  # two results with errors of their own
+    for name, want, got in zip(("out", "checkpoints", "pool"), *results):
+        for head in range(4):
+            axis = 2 if name == "out" else 1
+            assert relative_l2(got.select(axis, head), want.select(axis, head)) <= limit, (name, head)
+
+
 @pytest.mark.parametrize("index", [6, -2])
 def test_pool_index_outside(index: int) -> None:
     inputs = CPU.inputs(70)
