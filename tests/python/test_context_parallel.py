@@ -50,6 +50,7 @@ def random_gates(draw: random.Random, shape: torch.Size) -> torch.Tensor:
     return g
 
 
+@pytest.mark.br(77)
 @pytest.mark.parametrize("sequences", [1, 2, 3, 5])
 def test_one_graph_for_any_packing_and_gate(device: Device, sequences: int) -> None:
     """Boundaries and gates are read on the device: a graph captured once replays any of them, to the bits of an eager call."""
@@ -100,6 +101,7 @@ def test_modes_agree(device: Device) -> None:
             assert relative_l2(x.float(), uncut[name].float()) < limit, name
 
 
+@pytest.mark.br(72, 73)
 def test_batch_invariant_with_cuts(device: Device) -> None:
     """deterministic="batch": a sequence's bits do not depend on what it is packed with, nor on the number of heads."""
     long = 4096 + 640
