@@ -65,11 +65,33 @@ def makespan(groups: list[tuple[float, float]], each: Any, sms: int) -> tuple[fl
     return total / sms + TAIL * longest, items / sms + TAIL
 
 
+def chunk_constants(form: int, sharing: str, rounds: float, share: float) -> dict[str, float]:
+    """What a chunk of the main pass costs, in constants; rounds: items a multiprocessor, share: chunks a multiprocessor."""
+    power = 1.0
+    if rounds > QUIET_SHARE:
+        power += (0.1 if form == FUSED else 0.2) * min(1.0, share / 128.0)
+    if form != FUSED:
+        return {("main_half" if form == 2 else "main_full") + ("" if rounds > 1.0 else "_quiet"): power}
+    whole = int(rounds)
+    if rounds <= QUIET_SHARE:
+        return {"fused_quiet": 1.0}
+    if 0.0 < rounds - whole <= QUIET_SHARE and whole <= 3:  # a last round that leaves much of the card idle
+        return {f"fused_{sharing}": whole * power / (whole + 1.0), "fused_quiet": 1.0 / (whole + 1.0)}
+    return {f"fused_{sharing}": power}
+
+
 def coefficients(
-    lengths: list[int], heads: tuple[int, int], segment: int, form: int, sms: int, costs: dict[str, float]
+    lengths: list[int],
+    heads: tuple[int, int],
+    segment: int,
+    form: int,
+    sms: int,
+    costs: dict[str, float],
+    lasting: bool = False,
 ) -> dict[str, float]:
     """How often each constant enters the predicted time of a forward call; costs say only which walk is the longest. form: parts of
-    V (1 or 2), or the fused form, which is never cut."""
+    V (1 or 2), or the fused form, which is never cut. lasting: with what the model adds for a card at its limit of power, which bursts
+    do not meet."""
     hk, hv = heads
     chunks = [math.ceil(n / 64) for n in lengths]
     pieces = [max(1, math.ceil(c / segment)) if segment else 1 for c in chunks]
@@ -77,10 +99,8 @@ def coefficients(
     splits, group = (2 if form == 2 else 1), hv // hk
     items = sum(pieces) * hv * splits
     sharing = "4" if group >= 4 else "2" if group >= 2 else "1"
-    if form == FUSED:
-        kind = "fused_quiet" if items <= QUIET_SHARE * sms else f"fused_{sharing}"
-    else:
-        kind = ("main_half" if splits == 2 else "main_full") + ("" if items > sms else "_quiet")
+    each = chunk_constants(form, sharing, items / sms, sum(chunks) * hv / sms if lasting else 0.0)
+    per_chunk = sum(times * costs[name] for name, times in each.items())
     main: list[tuple[float, float]] = []
     pre: list[tuple[float, float]] = []
     chain = 0
@@ -92,7 +112,7 @@ def coefficients(
         main += [(exact * splits * (p - 1), length), ((hv - exact) * splits * (p - 1), length + ASSUMED_WARMUP)]
         pre.append((exact * 2 * (2 * (p - 1) - 1), length))
         chain = max(chain, p - 1 if exact else 0)
-    walked, started = makespan(main, lambda n: n * costs[kind] + costs["item"], sms)
+    walked, started = makespan(main, lambda n: n * per_chunk + costs["item"], sms)
     before, _ = makespan(pre, lambda n: n * costs["state_half"], sms)
     stage = {"intra_launch": -1.0} if form == FUSED else {f"intra_{sharing}": sum(chunks) * hv / sms}
     return {
@@ -100,7 +120,7 @@ def coefficients(
         **stage,
         "packed": float(len(lengths) > 1),
         "cut": float(segment > 0),
-        kind: walked,
+        **{name: times * walked for name, times in each.items()},
         "item": started,
         "state_half": before,
         "merge": float(chain),
