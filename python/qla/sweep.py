@@ -55,11 +55,21 @@ def segment_lengths(lengths: list[int], pieces: tuple[int, ...] | list[int]) -> 
 class Measured:
     """One row's input sets, and the time of a call with any plan."""
 
-    def __init__(self, row: Row, sets: int, budget_ms: float) -> None:
+    inputs: list[dict[str, Any]]
+
+    def __init__(self, row: Row, sets: int, budget_ms: float, before: Measured | None = None) -> None:
+        """before: the row measured last, whose inputs serve again where tokens and heads are the same."""
         import torch
 
         self.row, self.budget_ms = row, budget_ms
-        self.inputs = [make_inputs(row, seed, False) for seed in range(min(sets, set_count(row)))]
+        if before and (sum(before.row.lengths), before.row.heads) == (sum(row.lengths), row.heads):
+            state = torch.randn(len(row.lengths), row.heads[1], 128, 128, device="cuda")
+            self.inputs = [{**inputs, "initial_state": state} for inputs in before.inputs]
+        else:
+            if before:
+                before.inputs = []
+                torch.cuda.empty_cache()
+            self.inputs = [make_inputs(row, seed, False) for seed in range(min(sets, set_count(row)))]
         self.cu = boundaries(row)
         self.side = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
@@ -106,7 +116,7 @@ class Measured:
         end = event()
         end.synchronize()
         once = begin.elapsed_time(end) / len(graphs)
-        count = max(3 * len(graphs), min(60, int(self.budget_ms / max(once, 1e-3))))
+        count = max(5, min(60, int(self.budget_ms / max(once, 1e-3))))
         torch.cuda._sleep(200_000)
         for graph in graphs:
             graph.replay()
@@ -123,11 +133,12 @@ def worker() -> int:
     """Reads one JSON object a line {lengths, heads, segments, ..}; writes {"us": [[segment chunks, microseconds], ..]} a line."""
     import torch
 
+    measured: Measured | None = None
     with torch.no_grad():
         for line in sys.stdin:
             task = json.loads(line)
             row = Row("fwd", "", "", task["lengths"], tuple(task["heads"]), {}, None, "")
-            measured = Measured(row, task.get("sets", 2), task.get("budget_ms", 3.0))
+            measured = Measured(row, task.get("sets", 2), task.get("budget_ms", 2.0), measured)
             us: dict[int | None, float] = {}
             worse = 0
             for length in task["segments"]:  # longest segments first
@@ -146,8 +157,6 @@ def worker() -> int:
                 for length in segment_lengths(row.lengths, [n for n in near if n >= 2]).values():
                     if length not in us:
                         us[length] = measured.us(length)
-            del measured
-            torch.cuda.empty_cache()
             print(json.dumps({"us": list(us.items())}), flush=True)
     return 0
 
@@ -229,7 +238,7 @@ def measure_and_keep(tasks: list[dict[str, Any]], splits: int, out: Path) -> lis
 def sweep(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     rows: dict[tuple[str, tuple[int, int]], Row] = {}
-    for row in read_rows(find_table(args.table), "fwd", args.rows):
+    for row in sorted(read_rows(find_table(args.table), "fwd", args.rows), key=lambda row: (row.heads, sum(row.lengths))):
         rows.setdefault((row.name, row.heads), row)
     chosen = [planners_choice(r) for r in rows.values()]
     args.out.mkdir(parents=True, exist_ok=True)
