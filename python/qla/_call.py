@@ -145,7 +145,7 @@ def _copied(inputs: Inputs, copies: tuple[int, ...]) -> Inputs:
     return tuple(x.clone(memory_format=torch.contiguous_format) if i in copies else x for i, x in enumerate(inputs))  # type: ignore[union-attr]
 
 
-def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, extras: Extras | None) -> _Entry:
+def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, save: bool, extras: Extras | None) -> _Entry:
     if extras is None:
         _checks.check_call(inputs, options[1])
     else:
@@ -162,10 +162,13 @@ def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, e
     library = _ffi.lib()
     _ffi.check(library.qla_gdn_forward_check(byref(args)))
     least, best, size = c_size_t(0), c_size_t(0), c_size_t(0)
-    _ffi.check(library.qla_gdn_forward_workspace_range(byref(args), byref(least), byref(best)))
-    entry.bytes = max(least.value, min(best.value, default_forward_bytes()))
     _ffi.check(library.qla_gdn_forward_saved(byref(args), byref(size)))
     entry.saved_bytes = size.value
+    if save and size.value:  # what is kept decides which kernels run, and those what workspace they need
+        args.saved.data = DUMMY
+    _ffi.check(library.qla_gdn_forward_workspace_range(byref(args), byref(least), byref(best)))
+    entry.bytes = max(least.value, min(best.value, default_forward_bytes()))
+    args.saved.data = None
     if q.is_cuda:
         entry.cuda = q.get_device()
         _ffi.check(library.qla_prepare(entry.cuda))
@@ -202,13 +205,13 @@ def _stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def _find_forward_entry(inputs: Inputs, options: Options, output_final_state: bool, extras: Extras | None) -> _Entry:
+def _find_forward_entry(inputs: Inputs, options: Options, output_final_state: bool, save: bool, extras: Extras | None) -> _Entry:
     """The entry of this signature; checks the arguments when it is new."""
     global _run_forward
     q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices = inputs
     try:
         key: Any = (
-            options, output_final_state, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,  # type: ignore[union-attr]
+            options, output_final_state, save, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,  # type: ignore[union-attr]
             v.shape, v.stride(), v.dtype, v.device, beta.shape, beta.stride(), beta.dtype, beta.device,  # type: ignore[union-attr]
             None if g is None else (g.shape, g.stride(), g.dtype, g.device),
             None if h0 is None else (h0.shape, h0.stride(), h0.dtype, h0.device),
@@ -223,7 +226,7 @@ def _find_forward_entry(inputs: Inputs, options: Options, output_final_state: bo
     except AttributeError:  # not a tensor: the checks say which
         entry = key = None
     if entry is None:
-        entry = _forward_entry(inputs, options, output_final_state, extras)
+        entry = _forward_entry(inputs, options, output_final_state, save, extras)
         if len(_forward_entries) >= MAX_SIGNATURES:
             _forward_entries.clear()
         _forward_entries[key] = entry
@@ -241,7 +244,7 @@ def check_forward(
     inputs: Inputs, options: Options, output_final_state: bool, needs: int = 0, extras: Extras | None = None
 ) -> None:
     """Raises what forward would raise before it runs. Reads no data."""
-    entry = _find_forward_entry(inputs, options, output_final_state, extras)
+    entry = _find_forward_entry(inputs, options, output_final_state, bool(needs), extras)
     if entry.copies:
         copied = tuple(x.new_empty(x.shape) if i in entry.copies else x for i, x in enumerate(inputs))  # type: ignore[union-attr]
         check_forward(copied, options, output_final_state, needs, extras)
@@ -261,7 +264,7 @@ def forward(
     """-> (o, final_state or None, saved or None). save: keep what backward reuses; a number: in a buffer of so many bytes.
     needs: bits of the gradients that backward will be asked for, refused here when it cannot serve them. backwards: receives what backward
     takes as `known`."""
-    entry = _find_forward_entry(inputs, options, output_final_state, extras)
+    entry = _find_forward_entry(inputs, options, output_final_state, bool(save), extras)
     if backwards is not None:
         backwards.append(entry.backwards)
     if entry.copies:
