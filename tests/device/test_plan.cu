@@ -9,6 +9,7 @@
 #include "cuda/kernels/plan_segments/cut.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "device/harness.hpp"
+#include "plan/ranges.hpp"
 #include "qla/qla.h"
 
 using namespace qla::cuda;
@@ -32,8 +33,10 @@ struct Problem {
   bool initial = true;
   std::vector<uint8_t> has_initial;
   qla::plan::CutRule rule;
-  std::vector<float> decay;  // [slot][heads]
-  int64_t slots() const { return tokens / 64 + int64_t(cu.size()) - 1; }
+  std::vector<float> decay;                 // [slot][heads]
+  int64_t first_slot = 0, range_slots = 0;  // a range of chunks (plan/ranges.hpp); 0: all
+  int64_t all_slots() const { return tokens / 64 + int64_t(cu.size()) - 1; }
+  int64_t slots() const { return range_slots ? std::min(range_slots, all_slots() - first_slot) : all_slots(); }
   int64_t seqs() const { return int64_t(cu.size()) - 1; }
 };
 
@@ -59,6 +62,7 @@ Tables run(const Problem& p, const std::string& name) {
   a.num_seqs = p.seqs();
   a.tokens = p.tokens;
   a.slots = int32_t(p.slots());
+  a.first_slot = int32_t(p.first_slot);
   a.num_v_heads = p.heads;
   a.v_parts = p.v_parts;
   a.checkpoint_every_chunks = p.checkpoint_every;
@@ -71,7 +75,7 @@ Tables run(const Problem& p, const std::string& name) {
     c.plan = a;
     c.plan.items = main_items.get();
     c.rule = p.rule;
-    c.decay = decay.get();
+    c.decay = decay.get() + p.first_slot * p.heads;
     c.need_bases = 1;
     c.rehearse = int32_t(p.heads % 2);
     c.most_states = int32_t(states);
@@ -123,32 +127,34 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     const int64_t bos = p.cu[n], eos = p.cu[n + 1], chunks = (eos - bos + 63) / 64, slot = bos / 64 + n;
     chunk_base[n + 1] = chunk_base[n] + chunks;
     checkpoint_base[n + 1] = checkpoint_base[n] + (p.checkpoint_every ? (eos - bos) / (64 * p.checkpoint_every) : 0);
-    for (int64_t c = 0; c < chunks; c++)
-      records[slot + c] = {bos + 64 * c, int32_t(std::min<int64_t>(64, eos - bos - 64 * c)), int32_t(n)};
-    const bool initial = p.initial && (p.has_initial.empty() || p.has_initial[n]);
-    for (int h = 0; h < p.heads; h++) {
-      const qla::plan::Cut cut = qla::plan::make_cut(chunks, p.rule);
+    const qla::plan::Run part = qla::plan::run_in_range(slot, int32_t(chunks), p.first_slot, p.slots());
+    for (int64_t c = part.first; c < part.first + part.chunks; c++)
+      records[slot + c - p.first_slot] = {bos + 64 * c, int32_t(std::min<int64_t>(64, eos - bos - 64 * c)), int32_t(n)};
+    const bool given = p.initial && (p.has_initial.empty() || p.has_initial[n]), initial = given || part.continued();
+    for (int h = 0; h < p.heads && part.present; h++) {
+      const qla::plan::Cut cut = qla::plan::make_cut(part.chunks, p.rule);
       int previous = -1;
       const int first_entry = entry;
       qla::plan::for_each_segment(
-          cut, p.rule, initial, false, [&](int64_t c) { return p.decay[(slot + c) * p.heads + h]; },
+          cut, p.rule, initial, false, [&](int64_t c) { return p.decay[(slot + part.first + c) * p.heads + h]; },
           [&](const qla::plan::Segment& s) {
             WorkItem i{};
-            i.first_chunk = int32_t(s.first_chunk - s.warmup_chunks);
+            i.first_chunk = int32_t(part.first + s.first_chunk - s.warmup_chunks);
             i.token = bos + 64 * int64_t(i.first_chunk);
-            i.slot = int32_t(slot + i.first_chunk);
+            i.slot = int32_t(slot + i.first_chunk - p.first_slot);
             i.chunks = int32_t(s.walked_chunks());
             i.warmup = int32_t(s.warmup_chunks);
             i.last_rows = i.first_chunk + i.chunks < chunks ? 64 : chunks ? int32_t(eos - bos - 64 * (chunks - 1)) : 0;
             i.sequence = int32_t(n);
             i.v_head = h;
-            i.start = s.start;
+            const int start = s.start == QLA_START_INITIAL && part.continued() ? kStartCarried : s.start;
+            i.start = start;
             i.start_index = s.start == QLA_START_MERGED ? previous : 0;
-            i.is_last = s.is_end;
+            i.is_last = !s.is_end ? 0 : part.goes_on ? kCarry : kFinalState;
             for (i.v_part = 0; i.v_part < p.v_parts; i.v_part++) want.insert(key(i, true));
             if (!s.needs_end_state) return;
             i.is_last = 0;
-            i.start = s.start == QLA_START_MERGED ? QLA_START_ZERO : s.start;
+            i.start = s.start == QLA_START_MERGED ? QLA_START_ZERO : start;
             i.start_index = entry;
             for (i.v_part = 0; i.v_part < p.v_parts; i.v_part++) want_pre.insert(key(i, true));
             if (s.needs_transition) {
@@ -206,7 +212,8 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
                  : r.rows == found->second.rows && r.token == found->second.token && r.sequence == found->second.sequence;
   }
   check(table, name + ": chunk table");
-  check(t.header.end_token == p.cu.back() && t.header.valid_tokens == 1, name + ": header");
+  const bool last_range = p.first_slot + p.slots() == p.all_slots();  // the one that pads
+  check(t.header.end_token == (last_range ? p.cu.back() : p.tokens) && t.header.valid_tokens == 1, name + ": header");
 }
 
 // Whatever the boundaries: records and items lie inside.
@@ -240,8 +247,8 @@ int main(int argc, char** argv) {
     return p;
   };
   auto gates = [&](Problem& p) {
-    p.decay.resize(size_t(p.slots() * p.heads));
-    for (int64_t s = 0; s < p.slots(); s++)
+    p.decay.resize(size_t(p.all_slots() * p.heads));
+    for (int64_t s = 0; s < p.all_slots(); s++)
       for (int h = 0; h < p.heads; h++) p.decay[s * p.heads + h] = h % 4 == 0 ? 0.f : -0.1f * float(pick(0, h % 4 == 1 ? 4 : 60));
   };
   for (int round = 0; round < (quick ? 5 : 30); round++) {
@@ -265,6 +272,15 @@ int main(int argc, char** argv) {
     const std::string name = "round " + std::to_string(round) + " (" + std::to_string(lens.size()) + " sequences, " +
                              std::to_string(p.heads) + " heads, L " + std::to_string(p.rule.segment_chunks) + ")";
     compare(p, run(p, name), name);
+    if (p.all_slots() > 1500) continue;
+    p.range_slots = pick(1, p.all_slots());
+    const int64_t ranges = (p.all_slots() + p.range_slots - 1) / p.range_slots;
+    for (int64_t index = 0; index < ranges; index++) {
+      if (index > 3 && index < ranges - 2) continue;
+      p.first_slot = index * p.range_slots;
+      const std::string range = name + ", range from " + std::to_string(p.first_slot);
+      compare(p, run(p, range), range);
+    }
   }
   if (!quick) {  // one very long sequence, and very many
     Problem p = boundaries({1048576 - 7}, 7);
@@ -285,6 +301,7 @@ int main(int argc, char** argv) {
     p.cu[size_t(pick(0, n))] = pick(0, 1) ? INT32_MAX : INT32_MIN;
     p.heads = 3;
     if (round % 2) p.rule.segment_chunks = pick(1, 8), p.rule.max_warmup_chunks = 4;
+    if (round % 4 > 1) p.range_slots = pick(1, p.all_slots()), p.first_slot = pick(0, p.all_slots() - p.range_slots);
     gates(p);
     const std::string name = "bad boundaries " + std::to_string(round);
     inside(p, run(p, name), name);
