@@ -1,7 +1,10 @@
-"""Forward under a workspace limit: the CUDA backend then takes the chunks in ranges, one after the other, with the states carried in fp32."""
+"""Forward under a workspace limit: the CUDA backend then takes the chunks in ranges, one after the other, with the states carried in fp32.
+
+The calls here normalise q and k, which the form without such a workspace does not."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +17,7 @@ from common import Device, upstream
 from qla import _call
 from qla.testing import relative_l2
 
+rule = functools.partial(qla.chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True)
 EDGES = {
     "dense": (2, 2100, None),
     "one sequence": (1, 4000, None),
@@ -64,10 +68,8 @@ def test_ranges_give_the_same_bits(device: Device, limit: Any, name: str, least:
 
     def call() -> list[torch.Tensor]:
         states = torch.zeros(rows, 4, 128, 128, device="cuda")
-        o, ht = qla.chunk_gated_delta_rule(**inputs, cu_seqlens=boundaries, output_final_state=True, auto_cp=False)
-        qla.chunk_gated_delta_rule(
-            **inputs, cu_seqlens=boundaries, auto_cp=False, checkpoint_every_n_tokens=every, state_checkpoints=states
-        )
+        o, ht = rule(**inputs, cu_seqlens=boundaries, output_final_state=True, auto_cp=False)
+        rule(**inputs, cu_seqlens=boundaries, auto_cp=False, checkpoint_every_n_tokens=every, state_checkpoints=states)
         return [o, ht, states]
 
     for whole, ranged in zip(*both(limit, call, 1 if least else 2 << 20)):
@@ -84,10 +86,10 @@ def test_ranges_with_cuts_inside(device: Device, limit: Any, auto_cp: Any, kind:
     inputs = device.inputs(12000, sequences=3, kind=kind)
 
     def call() -> Any:
-        return qla.chunk_gated_delta_rule(**inputs, cu_seqlens=device.cu(*cu), output_final_state=True, auto_cp=auto_cp)
+        return rule(**inputs, cu_seqlens=device.cu(*cu), output_final_state=True, auto_cp=auto_cp)
 
     whole, ranged = both(limit, call, 6 << 20)
-    exact = qla.chunk_gated_delta_rule(**inputs, cu_seqlens=device.cu(*cu), output_final_state=True, auto_cp=False)
+    exact = rule(**inputs, cu_seqlens=device.cu(*cu), output_final_state=True, auto_cp=False)
     for want, a, b in zip(exact, whole, ranged):
         assert relative_l2(a, want) <= 6e-3 and relative_l2(b, want) <= 6e-3
 
@@ -101,7 +103,7 @@ def test_ranges_with_a_pool_of_states(device: Device, limit: Any) -> None:
     def call() -> list[torch.Tensor]:
         pool = inputs["initial_state"].clone()
         given = {**inputs, "initial_state": pool}
-        o, _ = qla.chunk_gated_delta_rule(**given, cu_seqlens=cu, state_indices=indices)
+        o, _ = rule(**given, cu_seqlens=cu, state_indices=indices)
         return [o, pool]
 
     for whole, ranged in zip(*both(limit, call)):
@@ -117,7 +119,7 @@ def test_gradients_from_a_forward_in_ranges(device: Device, limit: Any) -> None:
 
     def call() -> list[torch.Tensor]:
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-        o, ht = qla.chunk_gated_delta_rule(**leaves, output_final_state=True, auto_cp=False)
+        o, ht = rule(**leaves, output_final_state=True, auto_cp=False)
         sizes.append(taken[-1])
         return list(torch.autograd.grad((o, ht), list(leaves.values()), (do, dht)))
 
@@ -138,5 +140,5 @@ def test_default_limit(device: Device, limit: Any) -> None:
     taken = limit(256 << 20)
     x = torch.zeros(1, 131072, 64, 128, device="cuda", dtype=torch.bfloat16)
     beta = torch.zeros(1, 131072, 64, device="cuda")
-    o, _ = qla.chunk_gated_delta_rule(x[:, :, :16], x[:, :, :16], x, None, beta)
+    o, _ = rule(x[:, :, :16], x[:, :, :16], x, None, beta)
     assert taken[-1] <= 256 << 20 and not o.any()
