@@ -116,7 +116,8 @@ void TensorRules::check(const char* name, const qla_tensor& t, std::initializer_
   if (stage_ == Stage::Query) return;
   QLA_CHECK(aligned(t.data, static_cast<uintptr_t>(dtype_size(t.dtype))), name, ": expected an address that is a multiple of ",
             dtype_size(t.dtype), " (", dtype_name(t.dtype), "), got ", t.data, "; pass an aligned copy");
-  seen_.at(count_++) = {name, &t, use};
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data));
+  seen_.at(count_++) = {name, &t, use, address + span.begin, address + span.end};
 }
 
 void TensorRules::check_overlap(const void* workspace, size_t workspace_bytes) const {
@@ -126,15 +127,18 @@ void TensorRules::check_overlap(const void* workspace, size_t workspace_bytes) c
   scratch.ndim = 1;
   scratch.shape[0] = static_cast<int64_t>(std::min<size_t>(workspace_bytes, kMostElements));
   scratch.stride[0] = 1;
+  const auto scratch_begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(workspace)),
+             scratch_end = scratch_begin + scratch.shape[0];
   for (size_t i = 0; i < count_; ++i) {
     const Seen& one = seen_[i];
-    QLA_CHECK(workspace == nullptr || !overlapping(*one.tensor, scratch), one.name,
+    QLA_CHECK(workspace == nullptr || one.apart(scratch_begin, scratch_end) || !overlapping(*one.tensor, scratch), one.name,
               ": expected memory apart from the workspace, got a tensor inside it", "; give the workspace memory of its own");
     if (one.use == Use::Input) continue;
     for (size_t j = 0; j < count_; ++j) {
       const Seen& other = seen_[j];
       if (j == i || (other.use != Use::Input && j < i)) continue;
-      QLA_CHECK(!overlapping(*one.tensor, *other.tensor), one.name, ": expected memory of its own, got memory that ", other.name,
+      QLA_CHECK(one.apart(other.begin, other.end) || !overlapping(*one.tensor, *other.tensor), one.name,
+                ": expected memory of its own, got memory that ", other.name,
                 " uses, too; outputs may not overlap any other tensor of the call");
     }
   }

@@ -56,6 +56,9 @@ class TensorRules {
     const char* name;
     const qla_tensor* tensor;
     Use use;
+    int64_t begin, end;  // the addresses it spans
+
+    bool apart(int64_t other_begin, int64_t other_end) const { return end <= other_begin || other_end <= begin; }
   };
   static constexpr size_t kMostTensors = 40;
 
