@@ -165,10 +165,10 @@ def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, s
     _ffi.check(library.qla_gdn_forward_saved(byref(args), byref(size)))
     entry.saved_bytes = size.value
     if save and size.value:  # what is kept decides which kernels run, and those what workspace they need
-        args.saved.data = DUMMY
+        fill_contiguous(args.saved, (size.value,), torch.uint8)
     _ffi.check(library.qla_gdn_forward_workspace_range(byref(args), byref(least), byref(best)))
     entry.bytes = max(least.value, min(best.value, default_forward_bytes()))
-    args.saved.data = None
+    args.saved = _ffi.Tensor()
     if q.is_cuda:
         entry.cuda = q.get_device()
         _ffi.check(library.qla_prepare(entry.cuda))
