@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -200,21 +202,22 @@ def test_batch_invariance(device: Device) -> None:
 
 
 @pytest.mark.br(73)
-@pytest.mark.parametrize("auto_cp", [False, True])
-def test_heads_split_over_calls(device: Device, auto_cp: bool) -> None:
-    """Tensor-parallel shards: the plan must not change the numbers with cuts off, and hardly with them on."""
+@pytest.mark.parametrize("auto_cp", [False, True, "eight chunks a segment"])
+def test_heads_split_over_calls(device: Device, auto_cp: bool | str) -> None:
+    """Tensor-parallel shards: the plan must not change the numbers with cuts off or fixed, and hardly with automatic ones."""
     heads, sizes = (4, {"k_dim": 16, "v_dim": 16}) if device.name == "cpu" else (16, {})
     lengths = (98, 1612, 93, 1612) if device.name == "cpu" else (988, 16128, 936, 16128)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(device.name)
     inputs = device.inputs(sum(lengths), (heads, heads), sequences=4, seed=1073, **sizes)
-    whole, _ = qla.chunk_gated_delta_rule(**inputs, cu_seqlens=cu, auto_cp=auto_cp)
+    policy = auto_cp if isinstance(auto_cp, bool) else dataclasses.replace(qla.plan(**inputs, cu_seqlens=cu), segment_chunks=8)
+    whole, _ = qla.chunk_gated_delta_rule(**inputs, cu_seqlens=cu, auto_cp=policy)
     for shard in (heads // 4, 1):
         parts = []
         for h in range(0, heads, shard):
             mine = {n: (x[:, h : h + shard] if n == "initial_state" else x[:, :, h : h + shard]) for n, x in inputs.items()}
-            parts.append(qla.chunk_gated_delta_rule(**mine, cu_seqlens=cu, auto_cp=auto_cp)[0])
+            parts.append(qla.chunk_gated_delta_rule(**mine, cu_seqlens=cu, auto_cp=policy)[0])
         joined = torch.cat(parts, 2)
-        if auto_cp is False:
+        if auto_cp is not True:
             assert torch.equal(joined, whole)
         else:
             assert (joined - whole).abs().max() <= 5e-4 and relative_l2(joined, whole) <= 2e-3
