@@ -147,11 +147,12 @@ segments::Args plan_args(const Run& r) {
 }
 
 // Whether cut_items runs beside the intra-chunk stage, on sums of chunk_decay, which reads K once more: where that takes less
-// time than cut_items. A batch-invariant call has its sums from one place, whatever else is in the batch.
+// time than cut_items, and nothing waits for the chunk table. A batch-invariant call has its sums from one place, whatever else
+// is in the batch.
 constexpr int64_t kEarlyKeyBytes = 4 << 20;
 bool cuts_early(const Run& r) {
-  return r.plan.counts.cut && r.plan.counts.ranges == 1 && r.p.total_tokens() > 0 && !(r.args.flags & QLA_FLAG_BATCH_INVARIANT) &&
-         r.p.total_tokens() * r.p.num_k_heads * 256 <= kEarlyKeyBytes;
+  return r.plan.counts.cut && r.plan.counts.ranges == 1 && r.p.num_seqs == 1 && r.p.total_tokens() > 0 &&
+         !(r.args.flags & QLA_FLAG_BATCH_INVARIANT) && r.p.total_tokens() * r.p.num_k_heads * 256 <= kEarlyKeyBytes;
 }
 
 segments::CutArgs cut_args(const Run& r) {

@@ -126,7 +126,8 @@ int main(int argc, char**) {
   compare({31, 2, 33, 1, 64, 65}, 0.0, 4, "lengths around 32 and 64");
   compare({40, 33, 7, 90}, 0.3, 5, "some start anew");
   compare({40, 9}, 0.8, 6, "most start anew");
-  compare(std::vector<int>(24, 5), 0.2, 7, "more items than clusters");
+  compare(std::vector<int>(12, 5), 0.2, 7, "more items than clusters");
+  compare({31, 2, 33, 1, 64, 65, 40, 9, 7, 3, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 0.3, 8, "many chains");
   if (argc > 1)
     for (int chains : {1, 2, 4, 8, 16})
       for (int length : {7, 15, 31}) time_steps(chains, length);

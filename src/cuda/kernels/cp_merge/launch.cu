@@ -24,6 +24,8 @@ namespace {
 
 constexpr int kCtas = 4, kWarps = 8, kThreads = 32 * kWarps, kRows = 8, kItems = 128 / kRows, kOwn = 128 / kCtas, kStages = 3;
 constexpr int kGroups = 4, kTerms = kOwn / kGroups;  // two warps a group: four value rows each, all k
+// A quarter of the value heads never forgets, as a rule: four chains of these fill the device once with clusters.
+constexpr int64_t kFewChains = 16;
 static_assert(kThreads == kRows * kOwn && kWarps == 2 * kGroups);
 
 struct alignas(128) Shared {
@@ -146,9 +148,13 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2) cp_
 
 }  // namespace
 
-cudaError_t prepare() { return cudaFuncSetAttribute(cp_merge, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(Shared))); }
+cudaError_t prepare() {
+  const cudaError_t status = prepare_wide();
+  return status ? status : cudaFuncSetAttribute(cp_merge, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(Shared)));
+}
 
 cudaError_t launch(const Args& args, int64_t most_chains, int multiprocessors, cudaStream_t stream) {
+  if (most_chains > kFewChains) return launch_wide(args, most_chains, multiprocessors, stream);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
