@@ -247,3 +247,21 @@ def test_raw_gate_under_autocast_and_at_extremes(device: Device) -> None:
     inputs["g"] = torch.where(torch.rand_like(inputs["g"]) < 0.5, 40.0, -40.0)
     actual = check(device, inputs, factor=1, use_gate_in_kernel=True)
     assert all(x.isfinite().all() for x in actual.values())
+
+
+def test_hooks_on_saved_tensors_may_change_strides(device: Device) -> None:
+    """Offloading gives back dense copies of what was a view: the second backward must not take the first one's strides."""
+    inputs = device.inputs(100)
+    q, k = inputs["q"], inputs["k"]
+    both = torch.cat([q, k], dim=2).requires_grad_()
+    do, _ = upstream(inputs)
+
+    def gradient() -> torch.Tensor:
+        given = {**inputs, "q": both[:, :, : q.shape[2]], "k": both[:, :, q.shape[2] :]}
+        o, _ = qla.chunk_gated_delta_rule(**given)
+        return torch.autograd.grad(o, both, do)[0]
+
+    plain = gradient()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x):
+        hooked = gradient()
+    assert torch.equal(plain, hooked) and torch.equal(plain, gradient())
