@@ -39,5 +39,6 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
   qla_cpu_level(v4 -march=x86-64-v4 ${static_dispatch} -mprefer-vector-width=512)
 else()
   qla_cpu_level(scalar -DHWY_COMPILE_ONLY_SCALAR)
-  qla_cpu_level(native -DHWY_COMPILE_ONLY_STATIC)
+  # The macro keeps Highway from making its NEON functions for "+crypto", which ours, made for the baseline, could not inline.
+  qla_cpu_level(native -DHWY_COMPILE_ONLY_STATIC -DTOOLCHAIN_MISS_SYS_AUXV_H)
 endif()
