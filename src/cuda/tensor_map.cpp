@@ -65,9 +65,16 @@ CUtensorMap encode_token_map(const TokenMapShape& s, bool bf16, const char* name
   const cuuint64_t dims[4] = {128, cuuint64_t(s.heads), cuuint64_t(s.tokens), cuuint64_t(s.batch)};
   const cuuint64_t strides[3] = {stride(s.heads, s.stride_h), stride(s.tokens, s.stride_t), stride(s.batch, s.stride_b)};
   const cuuint32_t box[4] = {64, 1, 64, 1}, element[4] = {1, 1, 1, 1};
-  const CUresult r = encode(&map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-                            const_cast<void*>(s.data), dims, strides, box, element, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto attempt = [&] {
+    return encode(&map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, const_cast<void*>(s.data),
+                  dims, strides, box, element, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult r = attempt();
+  // A thread whose first CUDA call this is (autograd's, say) has no context yet: the driver makes none, the runtime does.
+  int device = -1;
+  if (r == CUDA_ERROR_INVALID_CONTEXT && cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess)
+    r = attempt();
   if (r != CUDA_SUCCESS)
     throw Error(QLA_CUDA_ERROR,
                 concat(name, ": cuTensorMapEncodeTiled gave ", int(r), " for base ", s.data, ", dims 128 x ", s.heads, " x ",
