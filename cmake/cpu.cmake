@@ -14,16 +14,16 @@ target_link_options(qla_cpu INTERFACE -Wl,-z,nodelete)
 
 function(qla_cpu_level level)
   add_library(qla_cpu_${level} OBJECT src/cpu/kernels/level.cpp)
-  # Under the sanitizers one level is instrumented, at -O1: g++ takes ten minutes for each at -O3, and the levels are one source. The
-  # others run as they are.
+  # Under the sanitizers one level is instrumented: the levels are one source. All are made at -O1: g++ takes ten minutes for an
+  # instrumented one at -O3.
   set(effort -O3)
+  if(QLA_SANITIZE)
+    set(effort -O1)
+  endif()
   if(QLA_SANITIZE AND NOT level MATCHES "v3|native")
     target_include_directories(qla_cpu_${level} PRIVATE ${CMAKE_SOURCE_DIR}/include ${CMAKE_SOURCE_DIR}/src)
   else()
     target_link_libraries(qla_cpu_${level} PRIVATE qla_options)
-    if(QLA_SANITIZE)
-      set(effort -O1)
-    endif()
   endif()
   target_include_directories(qla_cpu_${level} SYSTEM PRIVATE ${QLA_HIGHWAY_INCLUDE})
   target_compile_definitions(qla_cpu_${level} PRIVATE QLA_LEVEL=${level})
