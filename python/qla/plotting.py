@@ -173,31 +173,38 @@ def bench_gpu_picture(path: Path, rows: list[dict[str, Any]], which: str) -> Non
     save(figure, path)
 
 
-def context_parallel_picture(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One sequence of each length: no cut, the planner's choice and the peers, a panel for each number of heads. rows: those of
-    `qla bench --sweep` with what peers are known to take (ms) under "known"."""
-    single = [r for r in rows if r["lengths"].startswith("1x")]
+def context_parallel_picture(path: Path, rows: list[dict[str, Any]], uncut: dict[tuple[str, str], float] | None = None) -> None:
+    """One sequence of each length: no cut, the planner's choice and the peers, a panel for each number of heads.
+
+    rows: those of `qla bench --grid published` ("ours_ms") or `qla bench --sweep` ("planner_us"), with what peers are known to take (ms)
+    under "known". uncut: ms by (lengths, heads), where measured."""
+    single = [
+        r
+        for r in rows
+        if r["lengths"].startswith("1x") and r.get("pass", "fwd") == "fwd" and (r.get("ours_ms") or r.get("planner_us"))
+    ]
     heads = sorted({r["heads"] for r in single}, key=lambda h: [int(n) for n in h.split(",")][::-1])
     if not heads:
         return
     columns = min(4, len(heads))
     figure = new_figure(3.6 * columns, 3.4 * -(-len(heads) // columns) + 0.5)
-    panels = figure.subplots(-(-len(heads) // columns), columns, sharex=True, sharey=True, squeeze=False).flat
+    panels = list(figure.subplots(-(-len(heads) // columns), columns, sharex=True, sharey=True, squeeze=False).flat)
     peers = (("FlashInfer 0.7.4 CP", THEIRS, "x"), ("FlashInfer 0.7.4", THEIRS, "+"), ("FlashQLA 0.1.3", THIRD, "x"))
     for axis, name in zip(panels, heads):
-        part = sorted((r for r in single if r["heads"] == name), key=lambda r: int(r["lengths"][2:]))
+        part = sorted({r["lengths"]: r for r in single if r["heads"] == name}.values(), key=lambda r: int(r["lengths"][2:]))
         tokens = [int(r["lengths"][2:]) for r in part]
         for peer, color, marker in peers:
             known = [(n, r["known"][peer]) for n, r in zip(tokens, part) if r.get("known", {}).get(peer)]
             axis.loglog(*zip(*known) if known else ([], []), color=color, marker=marker, ms=5, lw=0.6, label=peer)
-        uncut = [min(r["uncut_us"], r["split_us"], r["fused_us"]) / 1e3 for r in part]
-        axis.loglog(tokens, uncut, color=GREY, marker=".", lw=1.2, ls="--", label="qla, no cut")
-        axis.loglog(tokens, [r["planner_us"] / 1e3 for r in part], color=OURS, marker=".", lw=1.6, label="qla, planner")
+        without = [(n, (uncut or {}).get((r["lengths"], name))) for n, r in zip(tokens, part)]
+        without = [(n, ms) for n, ms in without if ms]
+        axis.loglog(*zip(*without) if without else ([], []), color=GREY, marker="o", ms=4, lw=1.2, ls="--", label="qla, no cut")
+        ours = [r.get("ours_ms") or r["planner_us"] / 1e3 for r in part]
+        axis.loglog(tokens, ours, color=OURS, marker=".", lw=1.6, label="qla, planner")
         axis.set_title(f"{name.replace(', ', ' / ')} heads", fontsize=10)
         axis.set_xticks(tokens, [f"{n // 1024}k" for n in tokens])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    panels = list(figure.axes)
     for axis in panels[len(heads) :]:
         axis.set_visible(False)
     panels[0].set_ylabel("ms")

@@ -72,7 +72,15 @@ class Measured:
             self.inputs = [make_inputs(row, seed, False) for seed in range(min(sets, set_count(row)))]
         self.cu = boundaries(row)
         self.side = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()
+        # One pool of memory for all plans' graphs; this graph stays, so that the pool does when those of a plan have gone.
+        self.pool, self.holder = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.side):
+            self.holder.capture_begin(pool=self.pool)
+            try:
+                torch.zeros(1, device="cuda")
+            finally:
+                self.holder.capture_end()
 
     def call(self, inputs: dict[str, Any], segment_chunks: int | None) -> Any:
         """segment_chunks: None is the planner's own choice, 0 no cut."""
@@ -256,7 +264,7 @@ def sweep(args: argparse.Namespace) -> int:
             for r, (length, own) in zip(rows.values(), chosen)
         ]
         forced[form] = measure_and_keep(tasks, form, args.out)
-    results = []
+    results: list[dict[str, Any]] = []
     for number, (row, (length, form)) in enumerate(zip(rows.values(), chosen)):
         every = {(chunks or 0, f): us for f, found in forced.items() for chunks, us in found[number].items()}
         (best_length, best_form), best = min(every.items(), key=lambda item: item[1])
@@ -288,7 +296,8 @@ def sweep(args: argparse.Namespace) -> int:
     try:
         from qla import plotting
 
-        plotting.context_parallel_picture(args.out / "context_parallel.png", results)
+        uncut = {(r["lengths"], r["heads"]): min(r["uncut_us"], r["split_us"], r["fused_us"]) / 1e3 for r in results}
+        plotting.context_parallel_picture(args.out / "context_parallel.png", results, uncut)
     except ImportError:  # no matplotlib
         pass
     return 0 if all(r["good"] for r in results) else 1

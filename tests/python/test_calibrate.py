@@ -131,3 +131,18 @@ def test_fused_form_is_in_the_model(tmp_path: Path) -> None:
     for lengths, heads in (([8192] * 4, (16, 32)), ([1024] * 8, (16, 16)), ([4096], (2, 8))):
         _, us = predicted(lengths, heads, 0, QLA_COSTS=str(costs))
         assert abs(ours(lengths, heads, 0, sweep.FUSED) - us) <= 0.6 + 0.01 * us
+
+
+def test_picture_of_context_parallelism(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from qla import plotting
+
+    rows = [
+        {"pass": "fwd", "lengths": f"1x{n}", "heads": heads, "ours_ms": n * 6e-6 + 0.03, "known": {"FlashInfer 0.7.4": n * 4e-5}}
+        for n in (2048, 8192)
+        for heads in ("2, 8", "4, 16")
+    ]
+    plotting.context_parallel_picture(tmp_path / "picture.png", rows, {("1x2048", "2, 8"): 0.05})
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    plotting.context_parallel_picture(tmp_path / "none.png", [])
+    assert not (tmp_path / "none.png").exists()
