@@ -47,7 +47,9 @@ TEST(Ranges, EveryChunkInOneRange) {
     }
     for (size_t n = 0; n < lengths.size(); ++n) {
       EXPECT_EQ(walked[n], (lengths[n] + 63) / 64);
-      if (lengths[n] == 0) EXPECT_EQ(times_present[n], 1);
+      if (lengths[n] == 0) {
+        EXPECT_EQ(times_present[n], 1);
+      }
     }
   }
 }
@@ -74,7 +76,9 @@ TEST(ForwardPlan, StaysUnder256MiBWhateverT) {
         const cuda::PlanInput in = input_of(tokens, sequences, heads / 2, heads);
         const cuda::ForwardPlan whole = cuda::whole_plan(in), plan = cuda::fitting_plan(in, whole, kLimit);
         EXPECT_LE(plan.bytes, kLimit) << tokens << " " << sequences << " " << heads;
-        if (whole.bytes <= kLimit) EXPECT_EQ(plan.counts.ranges, 1);
+        if (whole.bytes <= kLimit) {
+          EXPECT_EQ(plan.counts.ranges, 1);
+        }
         EXPECT_GE(plan.counts.ranges * plan.counts.range_slots, in.problem.chunk_slots());
         EXPECT_LT((plan.counts.ranges - 1) * plan.counts.range_slots, in.problem.chunk_slots());
         // what a plan needs is enough for it
