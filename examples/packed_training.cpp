@@ -1,7 +1,7 @@
 // Two packed sequences, forward and backward in float64 from C++, with grouped heads and an initial state; the gradients are
 // checked against central differences of the loss along a random direction.
 //
-//   c++ -std=c++20 packed_training.cpp -lqla -o packed_training
+//   c++ -std=c++20 packed_training.cpp -I... -L... -lqla -o packed_training   (docs/c-api.md says where header and library are)
 #include <cmath>
 #include <cstdio>
 #include <functional>

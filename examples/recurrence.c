@@ -3,7 +3,7 @@
  * K = V = 1, q = k = 1, g = ln 0.5, beta = 0.5, v = (4, 8):
  *   state: 0 * 0.5 + 0.5 * (4 - 0) = 2;   2 * 0.5 + 0.5 * (8 - 1) = 4.5.   So o = (2, 4.5).
  *
- *   cc -std=c11 recurrence.c -lqla -lm -o recurrence
+ *   cc -std=c11 recurrence.c -I... -L... -lqla -lm -o recurrence (docs/c-api.md says where header and library are)
  */
 #include <math.h>
 #include <stdio.h>
