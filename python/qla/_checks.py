@@ -34,7 +34,8 @@ def _list(dtypes: Sequence[torch.dtype]) -> str:
 
 def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}; convert it with torch.as_tensor")
+        remedy = "it is required" if x is None else "convert it with torch.as_tensor"
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}; {remedy}")
 
 
 def check_dtype(name: str, x: Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -90,7 +91,10 @@ def check_call(
     batch, tokens, heads, k_dim = q.shape
     v_heads, v_dim = v.shape[2], v.shape[3]
     check_shape("k", k, "[B, T, H, K] as q", batch, tokens, heads, k_dim, remedy="; q and k need one shape")
-    check_shape("v", v, "[B, T, HV, V] with q's B and T", batch, tokens, v_heads, v_dim, remedy="; batch and tokens must agree")
+    remedy = "; batch and tokens must agree"
+    if v_heads == heads and v.shape[1] != tokens:  # perhaps tokens and heads have changed places
+        remedy += ": if the tensors lie as [B, heads, T, ..], pass q.transpose(1, 2) and so on"
+    check_shape("v", v, "[B, T, HV, V] with q's B and T", batch, tokens, v_heads, v_dim, remedy=remedy)
     if heads == 0 or v_heads % heads != 0 or v_heads == 0:
         raise ValueError(
             f"v: For GVA, num_v_heads (HV={v_heads}) must be evenly divisible by num_heads (H={heads}); "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 import logging
 import os
@@ -44,8 +46,16 @@ def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     return q, k, v
 
 
+@functools.lru_cache(maxsize=256)
+def _meant(keyword: str) -> str:
+    """The argument that an unknown keyword is probably a misspelling of; "" where none is near."""
+    known = [name for name in _SIGNATURE.parameters if name != "kwargs"]
+    near = difflib.get_close_matches(keyword, known, 1, 0.85) or [n for n in known if len(keyword) > 5 and n.startswith(keyword)]
+    return near[0] if near else ""
+
+
 def _unknown(kwargs: dict[str, Any], state_v_first: bool) -> bool:
-    """Old spellings are honoured or refused, unknown keywords ignored. -> state_v_first"""
+    """Old spellings are honoured or refused, unknown keywords ignored; what looks misspelt is warned of. -> state_v_first"""
     if "transpose_state_layout" in kwargs:
         if state_v_first:
             raise ValueError(
@@ -59,6 +69,11 @@ def _unknown(kwargs: dict[str, Any], state_v_first: bool) -> bool:
     if kwargs.pop("head_first", False):
         raise ValueError("head_first: head_first has been removed. Inputs must be in `[B, T, H, ...]` format; transpose them.")
     if kwargs and not torch.compiler.is_compiling():
+        for name in kwargs:
+            if meant := _meant(name):
+                warnings.warn(
+                    f"`{name}` is no argument of chunk_gated_delta_rule and is ignored; was `{meant}` meant?", stacklevel=4
+                )
         log.debug("qla.chunk_gated_delta_rule: ignored unknown keywords %s", ", ".join(sorted(kwargs)))
     return state_v_first
 
@@ -199,7 +214,8 @@ def chunk_gated_delta_rule(
         S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale * S^T q_t
 
     Args:
-        q, k: `[B, T, H, K]`; bfloat16 or float16, on the CPU also float32 and float64.
+        q, k: `[B, T, H, K]`; bfloat16 or float16, on the CPU also float32 and float64. Keys of length 1 (`use_qk_l2norm_in_kernel`, or
+            normalised before): with longer ones and beta near 1 the recurrence itself grows without bound.
         v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query/key head h // (HV // H).
         g: `[B, T, HV]` decay in log space (natural), usually <= 0; None: no decay. The raw gate with `use_gate_in_kernel`.
         beta: `[B, T, HV]` write strength; logits with `use_beta_sigmoid_in_kernel`.
@@ -223,7 +239,7 @@ def chunk_gated_delta_rule(
         checkpoint_every_n_tokens, state_checkpoints: also store the state after every n tokens (a multiple of 64) into
             `[sum of floor(length / n), HV, K, V]`. No gradients.
         backward_mib: workspace that backward may take (default: QLA_BACKWARD_MIB, else 2048); less is slower.
-        Unknown keywords are ignored (logged at debug level).
+        Unknown keywords are ignored (logged at debug level; with a warning where one looks like a misspelt argument).
 
     Returns:
         (o, final_state): `[B, T, HV, V]` in q's dtype, and the final states or None. With `state_indices` the pool itself.

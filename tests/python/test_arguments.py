@@ -4,6 +4,7 @@ of serving callers: out, pools of states, checkpoints."""
 from __future__ import annotations
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ CPU = Device("cpu")
 WRONG = {
     "q not a tensor": ("q", lambda x: x["q"].tolist(), TypeError, r"q: expected a torch.Tensor, got list"),
     "k not a tensor": ("k", lambda x: None, TypeError, r"k: expected a torch.Tensor, got NoneType"),
-    "beta missing": ("beta", lambda x: None, TypeError, r"beta: expected a torch.Tensor, got NoneType"),
+    "beta missing": ("beta", lambda x: None, TypeError, r"beta: expected a torch.Tensor, got NoneType; it is required"),
     "g not a tensor": ("g", lambda x: -0.1, TypeError, r"g: expected a torch.Tensor, got float"),
     "q 3-D": ("q", lambda x: x["q"][0], ValueError, r"q: expected 4 dimensions \[B, T, H, K\], got 3"),
     "v 5-D": ("v", lambda x: x["v"][None], ValueError, r"v: expected 4 dimensions"),
@@ -166,6 +167,24 @@ def test_unknown_keywords_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="qla"):
         qla.chunk_gated_delta_rule(**CPU.inputs(10), use_cache=True, layer_idx=3)
     assert "ignored unknown keywords layer_idx, use_cache" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "keyword, meant",
+    [("use_qk_l2norm", "use_qk_l2norm_in_kernel"), ("cu_seq_lens", "cu_seqlens"), ("use_cache", ""), ("layer_idx", "")],
+)
+def test_misspelt_keywords_are_warned_of(keyword: str, meant: str) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        qla.chunk_gated_delta_rule(**CPU.inputs(10), **{keyword: None})
+    said = [str(w.message) for w in seen if "is ignored" in str(w.message)]
+    assert len(said) == bool(meant) and all(f"`{keyword}`" in s and f"`{meant}`" in s for s in said), said
+
+
+def test_heads_before_tokens_is_recognised() -> None:
+    inputs = {name: x.transpose(1, 2) for name, x in CPU.inputs(10).items()}
+    with pytest.raises(ValueError, match=r"transpose\(1, 2\)"):
+        qla.chunk_gated_delta_rule(**inputs)
 
 
 def test_copies_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
