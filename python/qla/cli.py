@@ -13,11 +13,19 @@ from collections.abc import Sequence
 def parser() -> argparse.ArgumentParser:
     from qla import bench, calibrate, demo, planview, selftest
 
-    top = argparse.ArgumentParser(prog="qla", description="FlashQLA: Gated Delta Net chunked prefill, forward and backward")
+    top = argparse.ArgumentParser(
+        prog="qla",
+        description="FlashQLA: Gated Delta Net chunked prefill, forward and backward",
+        epilog="`qla COMMAND --help` lists a command's options",
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("info", help="backends, instruction set, devices and why one is not served, which flash_qla is imported")
     for name, module, text in (
-        ("selftest", selftest, "checks this installation against the float64 token recurrence; about two minutes"),
+        (
+            "selftest",
+            selftest,
+            "checks this installation against the float64 token recurrence, for two minutes unless --seconds says otherwise",
+        ),
         ("bench", bench, "speed, share of the hardware's limit, ratio to others"),
         ("calibrate", calibrate, "measures the planner's constants on this GPU, in seconds, and writes them for QLA_COSTS"),
         ("plan", planview, "how given sequences are cut into work items; prints, draws"),
@@ -67,6 +75,9 @@ def info() -> int:
         return 1
     print(f"library    {path}")
     print(f"           {_ffi.build_info()}")
+    header = os.path.join(os.path.dirname(os.path.dirname(path)), "include", "qla", "qla.h")
+    if os.path.exists(header):  # an installed package; out of the source tree it lies in include/
+        print(f"header     {header} (docs/c-api.md says how to compile with it)")
     print(
         f"cpu        instruction level {_ffi.cpu_level()}, {len(os.sched_getaffinity(0))} cores for this process; forward and backward"
     )

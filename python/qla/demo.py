@@ -11,6 +11,7 @@ import contextlib
 import copy
 import json
 import math
+import os
 import sys
 import sysconfig
 import time
@@ -207,6 +208,8 @@ def half_lives(calls: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def main(args: argparse.Namespace) -> int:
+    # Both runs under the same rule, as `qla bench` does: torch's idle threads would else spin on cores that others use.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import torch
         import transformers

@@ -25,13 +25,15 @@ class Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lengths", help="sequence lengths in tokens: 4096, 1024+7168, 8192x4")
+    parser.add_argument("lengths", help="sequence lengths in tokens: 4096; 1024+7168, two packed sequences; 8192x4, four of 8192")
     parser.add_argument(
         "--heads", type=int, nargs=2, default=(2, 8), metavar=("HK", "HV"), help="key and value heads (default 2 8)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the tensors (default bf16)")
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu", help="whose plan; cuda also without a GPU")
-    parser.add_argument("--cp", choices=MODES, default="auto", help="context parallelism")
+    parser.add_argument(
+        "--cp", choices=MODES, default="auto", help="context parallelism: where sequences may be cut (default auto)"
+    )
     parser.add_argument("--segment-chunks", type=int, default=0, help="with --cp fixed: chunks of 64 tokens a segment")
     parser.add_argument(
         "--log-decay",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
 
 
 class Bar:
-    def __init__(self, total: int, label: str, seconds_between_lines: float = 15.0) -> None:
-        self.total, self.label = total, label
+    def __init__(self, total: int, label: str, seconds_between_lines: float = 15.0, seconds: float = math.inf) -> None:
+        self.total, self.label, self.seconds = total, label, seconds  # seconds: the run stops after so many, whatever is left
         self.start = self.last = time.perf_counter()
         self.terminal = sys.stderr.isatty()
         self.interval = 0.1 if self.terminal else seconds_between_lines
@@ -31,7 +32,7 @@ class Bar:
         filled = 24 * self.done // max(self.total, 1)
         line = f"{self.label:<26} [{'#' * filled}{'.' * (24 - filled)}] {self.done}/{self.total}  {self.text}  {elapsed:.0f} s"
         if not end and self.done:
-            line += f", {left:.0f} s left"
+            line += f", {min(left, max(self.seconds - elapsed, 0.0)):.0f} s left"
         if self.terminal:
             print(f"\r{line}\033[K", end="\n" if end else "", file=sys.stderr, flush=True)
         else:
