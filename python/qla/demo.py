@@ -41,7 +41,7 @@ def median(values: list[float]) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=300, help="training steps with our operator (default 300)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps with our operator (default 200)")
     parser.add_argument(
         "--compare-steps", type=int, default=20, help="steps that run with transformers' torch code too (default 20)"
     )
