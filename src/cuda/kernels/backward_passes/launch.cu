@@ -1,5 +1,6 @@
 #include "cuda/kernels/backward_passes/launch.hpp"
 
+#include "cuda/dependent_launch.hpp"
 #include "cuda/kernels/backward_passes/kernel.cuh"
 
 namespace qla::cuda::backward_passes {
@@ -17,18 +18,8 @@ cudaError_t launch(const CUtensorMap& k, const CUtensorMap& q, const CUtensorMap
   if (params.num_items == 0) return cudaSuccess;
   const Maps maps{k, q, v, d_o, dv};
   const dim3 grid(unsigned(params.num_items) * kCluster * (params.kinds == kBoth && !params.cut_items ? 2 : 1));
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = kSmemBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return dtype == QLA_BFLOAT16 ? cudaLaunchKernelEx(&config, backward_passes_kernel<__nv_bfloat16>, maps, params)
-                               : cudaLaunchKernelEx(&config, backward_passes_kernel<__half>, maps, params);
+  const auto kernel = dtype == QLA_BFLOAT16 ? backward_passes_kernel<__nv_bfloat16> : backward_passes_kernel<__half>;
+  return launch_dependent(kernel, grid, kThreads, kSmemBytes, true, stream, maps, params);
 }
 
 }  // namespace qla::cuda::backward_passes

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "cuda/dependent_launch.hpp"
 #include "cuda/kernels/chunk_intra/gates.cuh"
 #include "cuda/kernels/chunk_intra/single_sequence.cuh"
 #include "cuda/math/warp.cuh"
@@ -100,17 +101,9 @@ __global__ void __launch_bounds__(32 * kWarps, kCtasPerSm) chunk_decay(const __g
 cudaError_t launch(int32_t dtype, const Args& args, int multiprocessors, cudaStream_t stream) {
   const int64_t items = int64_t(args.intra.slots) * args.intra.num_k_heads;
   if (items == 0) return cudaSuccess;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(std::min<int64_t>(items, int64_t(multiprocessors) * kCtasPerSm)));
-  config.blockDim = dim3(32 * kWarps);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return dtype == QLA_BFLOAT16 ? cudaLaunchKernelEx(&config, chunk_decay<__nv_bfloat16>, args)
-                               : cudaLaunchKernelEx(&config, chunk_decay<__half>, args);
+  const auto kernel = dtype == QLA_BFLOAT16 ? chunk_decay<__nv_bfloat16> : chunk_decay<__half>;
+  return launch_dependent(kernel, unsigned(std::min<int64_t>(items, int64_t(multiprocessors) * kCtasPerSm)), 32 * kWarps, 0, true,
+                          stream, args);
 }
 
 }  // namespace qla::cuda::decay

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cuda/dependent_launch.hpp"
 #include "cuda/math/exp.cuh"
 #include "cuda/ptx/control.cuh"
 #include "cuda/tile/swizzle.cuh"
@@ -78,16 +79,8 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch(const Args& args, int multiprocessors, bool dependent, cudaStream_t stream) {
   if (args.slots == 0) return cudaSuccess;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(std::min(args.slots, 8 * multiprocessors)));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, chunk_export, args);
+  return launch_dependent(chunk_export, unsigned(std::min(args.slots, 8 * multiprocessors)), kThreads, 0, dependent, stream,
+                          args);
 }
 
 cudaError_t launch_zero_padding(const PlanHeader* header, const Output& a_inv, int64_t total_tokens, int32_t num_v_heads,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/dependent_launch.hpp"
 #include "cuda/kernels/chunk_grads/kernel.cuh"
 
 namespace qla::cuda::chunk_grads {
@@ -20,18 +21,8 @@ cudaError_t launch(const CUtensorMap& k, const CUtensorMap& q, const CUtensorMap
   if (items == 0) return cudaSuccess;
   const Maps maps{k, q, d_o, d_v};
   const dim3 grid(unsigned(std::min<int64_t>(items, multiprocessors)));
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = sizeof(Smem);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return dtype == QLA_BFLOAT16 ? cudaLaunchKernelEx(&config, chunk_grads_kernel<__nv_bfloat16>, maps, params)
-                               : cudaLaunchKernelEx(&config, chunk_grads_kernel<__half>, maps, params);
+  const auto kernel = dtype == QLA_BFLOAT16 ? chunk_grads_kernel<__nv_bfloat16> : chunk_grads_kernel<__half>;
+  return launch_dependent(kernel, grid, kThreads, sizeof(Smem), true, stream, maps, params);
 }
 
 }  // namespace qla::cuda::chunk_grads

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/dependent_launch.hpp"
 #include "cuda/kernels/chunk_intra/kernel.cuh"
 
 namespace qla::cuda::intra {
@@ -21,17 +22,8 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
   Args sized = args;
   sized.step_slots = int32_t(ctas / per_slot);
   sized.step_rest = int32_t(ctas % per_slot);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(ctas + args.makes_plan));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kSmemBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, chunk_intra<T, WithPg, Gated, WithAbar>, map_k, map_q, sized);
+  return launch_dependent(chunk_intra<T, WithPg, Gated, WithAbar>, unsigned(ctas + args.makes_plan), kThreads, kSmemBytes,
+                          dependent, stream, map_k, map_q, sized);
 }
 
 }  // namespace

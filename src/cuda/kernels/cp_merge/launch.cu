@@ -13,6 +13,7 @@
 
 #include <algorithm>
 
+#include "cuda/dependent_launch.hpp"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/bulk.cuh"
 #include "cuda/ptx/cluster_store.cuh"
@@ -155,17 +156,8 @@ cudaError_t prepare() {
 
 cudaError_t launch(const Args& args, int64_t most_chains, int multiprocessors, cudaStream_t stream) {
   if (most_chains > kFewChains) return launch_wide(args, most_chains, multiprocessors, stream);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(std::clamp<int64_t>(most_chains * kItems, 1, multiprocessors / 2)) * kCtas);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(Shared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, cp_merge, args);
+  return launch_dependent(cp_merge, unsigned(std::clamp<int64_t>(most_chains * kItems, 1, multiprocessors / 2)) * kCtas, kThreads,
+                          sizeof(Shared), true, stream, args);
 }
 
 }  // namespace qla::cuda::cp_merge

@@ -2,6 +2,7 @@
 // side.
 #pragma once
 
+#include "cuda/dependent_launch.hpp"
 #include "cuda/kernels/forward/kernel.cuh"
 #include "cuda/kernels/forward/variants.hpp"
 
@@ -14,17 +15,7 @@ cudaError_t prepare_variant() {
 
 template <class Cfg, class Mma>
 cudaError_t launch_variant(const ForwardArgs& args, int grid, cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid);
-  config.blockDim = dim3(Cfg::kThreads);
-  config.dynamicSmemBytes = Cfg::kSmemBytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = args.p.dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, gdn_forward<Cfg, Mma>, args);
+  return launch_dependent(gdn_forward<Cfg, Mma>, grid, Cfg::kThreads, Cfg::kSmemBytes, args.p.dependent, stream, args);
 }
 
 template <typename T>

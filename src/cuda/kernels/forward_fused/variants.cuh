@@ -1,6 +1,7 @@
 // One element type of the fused forward: attributes and launch. Included by one .cu an element type.
 #pragma once
 
+#include "cuda/dependent_launch.hpp"
 #include "cuda/kernels/forward_fused/kernel.cuh"
 #include "cuda/kernels/forward_fused/variants.hpp"
 
@@ -13,17 +14,8 @@ cudaError_t prepare_fused_type() {
 
 template <typename T>
 cudaError_t launch_fused_type(const ForwardArgs& args, int grid, cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid);
-  config.blockDim = dim3(FusedConfig::kThreads);
-  config.dynamicSmemBytes = FusedConfig::kSmemBytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = args.p.dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, gdn_forward_fused<T>, args);
+  return launch_dependent(gdn_forward_fused<T>, grid, FusedConfig::kThreads, FusedConfig::kSmemBytes, args.p.dependent, stream,
+                          args);
 }
 
 }  // namespace qla::cuda

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/dependent_launch.hpp"
 #include "cuda/kernels/plan_segments/cut.cuh"
 #include "cuda/kernels/plan_segments/cut_passes.cuh"
 #include "cuda/kernels/plan_segments/kernel.cuh"
@@ -19,17 +20,7 @@ template <class A>
 cudaError_t launch_one_cta(void (*kernel)(A), A& args, cudaStream_t stream) {
   const int64_t bytes = int64_t(args.plan.slots) * args.plan.num_v_heads * int64_t(sizeof(float));
   args.staged = bytes <= kStagedBytes;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(kCutThreads);
-  config.dynamicSmemBytes = args.staged ? size_t(bytes) : 0;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  return launch_dependent(kernel, 1, kCutThreads, args.staged ? size_t(bytes) : 0, true, stream, args);
 }
 }  // namespace
 
