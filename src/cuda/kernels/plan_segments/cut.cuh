@@ -92,15 +92,37 @@ __device__ __forceinline__ void store_item(Item* to, const Item& item) {
   for (int w = 0; w < 4; w++) reinterpret_cast<int4*>(to)[w] = reinterpret_cast<const int4*>(&item)[w];
 }
 
-struct Cutter {
-  const CutArgs& a;
-  CutShared& s;
+// first positions in `buckets` (32 * kEach of them) from counts, by one warp; -> the total, in its last lane
+template <int kEach>
+__device__ __forceinline__ int32_t counts_to_positions(int32_t* buckets, int lane) {
+  int32_t mine[kEach], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; i++) mine[i] = buckets[lane * kEach + i], sum += mine[i];
+  int32_t through = sum;
+  for (int d = 1; d < 32; d *= 2) {
+    const int32_t left = __shfl_up_sync(~0u, through, d);
+    if (lane >= d) through += left;
+  }
+  int32_t base = through - sum;
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    buckets[lane * kEach + i] = base;
+    base += mine[i];
+  }
+  return through;
+}
+
+// A round: a thread a job, its units behind each other. Cutter and PassCutter decide about them.
+template <class A, class Shared, class U>
+struct Round {
+  const A& a;
+  Shared& s;
   const float* decay;
-  Unit* units;  // of this round's jobs
-  int32_t num_units;
+  U* units = nullptr;  // of this round's jobs
+  int32_t num_units = 0;
 
   // a round's jobs: first_unit[j] .. of job j
-  __device__ void begin_round(int32_t from, int32_t jobs, Unit* all_units, int32_t units_before) {
+  __device__ void begin_round(int32_t from, int32_t jobs, U* all_units, int32_t units_before) {
     const int32_t index = from + threadIdx.x;
     int32_t mine = 0;
     if (index < jobs) {
@@ -128,6 +150,9 @@ struct Cutter {
     }
     return low;
   }
+};
+
+struct Cutter : Round<CutArgs, CutShared, Unit> {
   __device__ void sums_and_starts() {
     for (int32_t u = threadIdx.x; u < num_units; u += kCutThreads) {
       const int j = find_job(u);
@@ -248,7 +273,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   const int32_t jobs = int32_t(a.plan.num_seqs * a.plan.num_v_heads), gates = a.plan.slots * a.plan.num_v_heads;
   const bool one_round = jobs <= kCutThreads;
   if (a.early) ptx::grid_dependency_launch();
-  Cutter cutter{a, s, a.staged ? s_decay : a.decay, nullptr, 0};
+  Cutter cutter{{a, s, a.staged ? s_decay : a.decay}};
   Unit* all_units = a.most_units <= kStagedUnits ? s.units : reinterpret_cast<Unit*>(a.units);
   bool long_enough = false;
   for (int32_t n = threadIdx.x; n < int32_t(a.plan.num_seqs); n += kCutThreads)
@@ -284,21 +309,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
       before += cutter.num_units;
     }
     if (threadIdx.x < 32) {  // counts to first positions
-      constexpr int kEach = 2 * kBuckets / 32;
-      int32_t mine[kEach], sum = 0;
-#pragma unroll
-      for (int i = 0; i < kEach; i++) mine[i] = (&s.bucket[0][0])[threadIdx.x * kEach + i], sum += mine[i];
-      int32_t through = sum;
-      for (int d = 1; d < 32; d *= 2) {
-        const int32_t left = __shfl_up_sync(~0u, through, d);
-        if (int(threadIdx.x) >= d) through += left;
-      }
-      int32_t base = through - sum;
-#pragma unroll
-      for (int i = 0; i < kEach; i++) {
-        (&s.bucket[0][0])[threadIdx.x * kEach + i] = base;
-        base += mine[i];
-      }
+      const int32_t through = counts_to_positions<2 * kBuckets / 32>(&s.bucket[0][0], int(threadIdx.x));
       if (threadIdx.x == 31 && run == 1) {
         a.plan.header->num_items = through;
         a.plan.header->next_item = 0;

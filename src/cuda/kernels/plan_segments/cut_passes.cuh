@@ -27,43 +27,14 @@ struct PassCutShared {
   PassUnit units[kStagedUnits];
 };
 
-struct PassCutter {
-  const PassCutArgs& a;
-  PassCutShared& s;
-  const float* decay;
-  PassUnit* units;  // of this round's jobs
-  int32_t num_units, entries_before, round_jobs;
+struct PassCutter : Round<PassCutArgs, PassCutShared, PassUnit> {
+  int32_t entries_before = 0;  // of this round's first unit: units less jobs before it
 
-  // a round's jobs: first_unit[j] .. of job j
   __device__ void begin_round(int32_t from, int32_t jobs, PassUnit* all_units, int32_t units_before) {
-    const int32_t index = from + threadIdx.x;
-    int32_t mine = 0;
-    if (index < jobs) {
-      s.jobs[threadIdx.x] = job_at(a, index);
-      mine = s.jobs[threadIdx.x].segments;
-    }
-    const int32_t before = block_exclusive_sum(mine, s.scan, num_units);
-    s.first_unit[threadIdx.x] = before;
-    if (threadIdx.x == 0) s.first_unit[kCutThreads] = num_units;
-    for (int32_t i = before; i < before + mine && i < kStagedUnits; i++) s.job_of[i] = int16_t(threadIdx.x);
-    // Sequences that overlap (bad boundaries) may have more segments than the shapes allow: the rest is dropped.
-    num_units = min(num_units, a.most_units - units_before);
-    units = all_units + units_before;
+    Round::begin_round(from, jobs, all_units, units_before);
     entries_before = units_before - from;
-    __syncthreads();
   }
-  __device__ int find_job(int32_t unit) const {
-    if (unit < kStagedUnits) return s.job_of[unit];
-    int low = 0, high = kCutThreads;  // last j with first_unit[j] <= unit; jobs behind the last one start at the end
-    while (high - low > 1) {
-      const int mid = (low + high) / 2;
-      if (s.first_unit[mid] <= unit)
-        low = mid;
-      else
-        high = mid;
-    }
-    return low;
-  }
+
   // (C4), (C5) of both walks
   __device__ void sums_and_starts() {
     for (int32_t u = threadIdx.x; u < num_units; u += kCutThreads) {
@@ -193,7 +164,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_passes(const __grid_consta
   __shared__ PassCutShared s;
   const int32_t jobs = int32_t(a.plan.num_seqs * a.plan.num_v_heads), gates = a.plan.slots * a.plan.num_v_heads;
   const bool one_round = jobs <= kCutThreads;
-  PassCutter cutter{a, s, a.staged ? s_decay : a.decay, nullptr, 0, 0, 0};
+  PassCutter cutter{{a, s, a.staged ? s_decay : a.decay}};
   PassUnit* all_units = a.most_units <= kStagedUnits ? s.units : reinterpret_cast<PassUnit*>(a.units);
   for (int i = threadIdx.x; i < 2 * kBuckets; i += kCutThreads) s.bucket[i / kBuckets][i % kBuckets] = 0;
   if (threadIdx.x == 0) s.chains = 0;
@@ -212,22 +183,8 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_passes(const __grid_consta
     before += cutter.num_units;
   }
   if (threadIdx.x < 64) {  // counts to first positions, a warp a list
-    constexpr int kEach = kBuckets / 32;
     const int list = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int32_t mine[kEach], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) mine[i] = s.bucket[list][lane * kEach + i], sum += mine[i];
-    int32_t through = sum;
-    for (int d = 1; d < 32; d *= 2) {
-      const int32_t left = __shfl_up_sync(~0u, through, d);
-      if (lane >= d) through += left;
-    }
-    int32_t base = through - sum;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      s.bucket[list][lane * kEach + i] = base;
-      base += mine[i];
-    }
+    const int32_t through = counts_to_positions<kBuckets / 32>(s.bucket[list], lane);
     if (lane == 31) (list ? a.counts->second : a.counts->first) = min(through, list ? a.most_second : a.most_first);
   }
   __syncthreads();
