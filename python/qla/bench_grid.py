@@ -231,6 +231,38 @@ def peak_mib(
 WARM_UP_MS, CLOCK_CYCLES = 25.0, 1_000_000
 
 
+def _event() -> Any:
+    import torch
+
+    made = torch.cuda.Event(enable_timing=True)
+    made.record()
+    return made
+
+
+def replay_once(graphs: list[Any]) -> float:
+    """-> mean of one replay of each, in ms."""
+    start = _event()
+    for graph in graphs:
+        graph.replay()
+    end = _event()
+    end.synchronize()
+    return max(start.elapsed_time(end) / len(graphs), 1e-3)
+
+
+def replay_events(graphs: list[Any], count: int) -> list[Any]:
+    """Queues count replays in turn; -> the events between them."""
+    events = [_event()]
+    for i in range(count):
+        graphs[i % len(graphs)].replay()
+        events.append(_event())
+    return events
+
+
+def times_between(events: list[Any]) -> list[float]:
+    """-> ms, sorted; the events have passed."""
+    return sorted(a.elapsed_time(b) for a, b in zip(events, events[1:]))
+
+
 def replay_ms(graphs: list[Any], budget_s: float) -> tuple[float, float, int, float]:
     """-> (median ms, spread in %, replays, SM clock in MHz at the end).
 
@@ -243,29 +275,16 @@ def replay_ms(graphs: list[Any], budget_s: float) -> tuple[float, float, int, fl
 
     *graphs, _keep = graphs
 
-    def event() -> Any:
-        made = torch.cuda.Event(enable_timing=True)
-        made.record()
-        return made
-
-    start = event()
-    for graph in graphs:
-        graph.replay()
-    end = event()
-    end.synchronize()
-    once = max(start.elapsed_time(end) / len(graphs), 1e-3)
+    once = replay_once(graphs)
     count = int(min(max(budget_s * 1e3 / once, 2 * len(graphs), 5), 1000))
     torch.cuda._sleep(3_000_000)
     for i in range(math.ceil(min(WARM_UP_MS / once, 500))):
         graphs[i % len(graphs)].replay()
-    events = [event()]
-    for i in range(count):
-        graphs[i % len(graphs)].replay()
-        events.append(event())
+    events = replay_events(graphs, count)
     torch.cuda._sleep(CLOCK_CYCLES)
-    after = event()
+    after = _event()
     after.synchronize()
-    times = sorted(events[i].elapsed_time(events[i + 1]) for i in range(count))
+    times = times_between(events)
     middle = times[count // 2]
     mhz = CLOCK_CYCLES / events[-1].elapsed_time(after) / 1e3
     return middle, 100 * (times[3 * count // 4] - times[count // 4]) / middle, count, mhz

@@ -19,7 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qla.bench_grid import Row, boundaries, find_table, lengths_of, make_inputs, read_rows, set_count
+from qla.bench_grid import (
+    Row,
+    boundaries,
+    find_table,
+    lengths_of,
+    make_inputs,
+    read_rows,
+    replay_events,
+    replay_once,
+    set_count,
+    times_between,
+)
 from qla.progress import Bar
 
 GEOMETRIC = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -113,28 +124,14 @@ class Measured:
                 graphs.append(graph)
         torch.cuda.current_stream().wait_stream(self.side)
 
-        def event() -> Any:
-            made = torch.cuda.Event(enable_timing=True)
-            made.record()
-            return made
-
-        begin = event()
-        for graph in graphs:
-            graph.replay()
-        end = event()
-        end.synchronize()
-        once = begin.elapsed_time(end) / len(graphs)
-        count = max(5, min(60, int(self.budget_ms / max(once, 1e-3))))
+        once = replay_once(graphs)
+        count = max(5, min(60, int(self.budget_ms / once)))
         torch.cuda._sleep(200_000)
         for graph in graphs:
             graph.replay()
-        events = [event()]
-        for i in range(count):
-            graphs[i % len(graphs)].replay()
-            events.append(event())
+        events = replay_events(graphs, count)
         events[-1].synchronize()
-        times = sorted(events[i].elapsed_time(events[i + 1]) for i in range(count))
-        return times[count // 2] * 1e3
+        return times_between(events)[count // 2] * 1e3
 
 
 def worker() -> int:

@@ -157,13 +157,6 @@ BackwardCut make_cut(const qla_gdn_backward_args& args, const Problem& p, const 
                                              plan::make_policy(args, p.dtype)));
 }
 
-void validate_boundaries(const qla_gdn_backward_args& args, const Problem& p, cudaStream_t stream) {
-  std::vector<char> bytes = host_copy(args.cu_seqlens, stream);
-  qla_tensor host = args.cu_seqlens;
-  host.data = bytes.data();
-  check_boundaries(host, p.tokens);
-}
-
 // Everything the launches of one call share.
 struct Run {
   const qla_gdn_backward_args& args;
@@ -376,7 +369,7 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
   const BackwardBuffers b = lay_out_backward(args.workspace, p, needs, range_slots, cut);
   Run r{args, p, device, b, range_slots, cut, static_cast<cudaStream_t>(args.stream), p.dtype == QLA_BFLOAT16};
 
-  if (p.validate_values && p.varlen) validate_boundaries(args, p, r.stream);
+  if (p.validate_values && p.varlen) check_boundaries_in_memory(args.cu_seqlens, p.tokens, r.stream);
   const bool rows = p.total_tokens() > 0;
   const bool inside = rows && direct_plan(p, 1, device);  // chunk_intra makes the tables
   if (!inside) check_cuda(segments::launch(plan_args(args, p, b), device.multiprocessors, r.stream), "plan_segments");

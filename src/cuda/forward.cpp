@@ -109,12 +109,7 @@ chunk_export::Output output_view(const qla_tensor& t) {
 }
 
 void validate_values(const qla_gdn_forward_args& args, const Problem& p, cudaStream_t stream) {
-  if (p.varlen) {
-    std::vector<char> bytes = host_copy(args.cu_seqlens, stream);
-    qla_tensor host = args.cu_seqlens;
-    host.data = bytes.data();
-    check_boundaries(host, p.tokens);
-  }
+  if (p.varlen) check_boundaries_in_memory(args.cu_seqlens, p.tokens, stream);
   if (present(args.state_indices)) {
     std::vector<char> bytes = host_copy(args.state_indices, stream);
     qla_tensor host = args.state_indices;

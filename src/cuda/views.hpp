@@ -54,6 +54,12 @@ inline std::vector<char> host_copy(const qla_tensor& t, cudaStream_t stream) {
   check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   return bytes;
 }
+inline void check_boundaries_in_memory(const qla_tensor& cu_seqlens, int64_t tokens, cudaStream_t stream) {
+  std::vector<char> bytes = host_copy(cu_seqlens, stream);
+  qla_tensor host = cu_seqlens;
+  host.data = bytes.data();
+  check_boundaries(host, tokens);
+}
 
 // Args: qla_gdn_forward_args or qla_gdn_backward_args. Header, items and chunk table are the caller's to fill in.
 template <class Args>

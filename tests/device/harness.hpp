@@ -5,7 +5,9 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace qla::test {
@@ -19,6 +21,21 @@ inline bool check(bool good, const std::string& what) {
     std::fflush(stdout);
   }
   return good;
+}
+// Two multisets of tuples; where they differ, what is missing and what is too much. columns: names of the tuple's elements.
+template <class Key>
+bool check_items(const std::multiset<Key>& got, const std::multiset<Key>& want, const std::string& what, const char* columns) {
+  const auto show = [&](const char* kind, const Key& key) {
+    std::printf("  %s %s:", kind, columns);
+    std::apply([](auto... x) { (std::printf(" %lld", static_cast<long long>(x)), ...); }, key);
+    std::printf("\n");
+  };
+  if (check(got == want, what)) return true;
+  for (const Key& k : want)
+    if (!got.count(k)) show("missing", k);
+  for (const Key& k : got)
+    if (!want.count(k)) show("extra  ", k);
+  return false;
 }
 inline int summary(const char* name) {
   std::printf("%s: %d passed %d failed\n", name, passed, failed);

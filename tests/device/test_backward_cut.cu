@@ -163,21 +163,8 @@ void compare(const Problem& p, const Lists& lists, const std::string& name) {
   for (const bool second : {false, true}) {
     std::multiset<Key> got;
     for (const PassItem& i : second ? lists.second : lists.first) got.insert(key(i));
-    if (!check(got == want[second], name + (second ? ": items from merged states" : ": items that need no merge"))) {
-      auto show = [](const char* what, const Key& k) {
-        std::apply(
-            [&](auto... x) {
-              std::printf("  %s token slot chunks warm-up rows sequence head reverse start index end index initial:", what);
-              (std::printf(" %lld", static_cast<long long>(x)), ...);
-              std::printf("\n");
-            },
-            k);
-      };
-      for (const Key& k : want[second])
-        if (!got.count(k)) show("missing", k);
-      for (const Key& k : got)
-        if (!want[second].count(k)) show("extra  ", k);
-    }
+    check_items(got, want[second], name + (second ? ": items from merged states" : ": items that need no merge"),
+                "token, slot, chunks, warm-up, rows, sequence, head, reverse, start, index, end, index, initial");
     int64_t last = INT32_MAX, wrong = 0;
     for (const PassItem& i : second ? lists.second : lists.first) {
       const int64_t time = i.chunks * (i.reverse ? 3 : 2);

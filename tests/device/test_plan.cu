@@ -178,21 +178,8 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     last_length = i.chunks;
   }
   for (const WorkItem& i : t.pre_items) got_pre.insert(key(i, true));
-  if (!check(got == want, name + ": items of the main pass")) {
-    auto show = [](const char* what, const Key& k) {
-      std::apply(
-          [&](auto... x) {
-            std::printf("  %s token, slot, chunks, warm-up, last rows, sequence, head, part, start, index, last, first:", what);
-            (std::printf(" %lld", static_cast<long long>(x)), ...);
-            std::printf("\n");
-          },
-          k);
-    };
-    for (const Key& k : want)
-      if (!got.count(k)) show("missing", k);
-    for (const Key& k : got)
-      if (!want.count(k)) show("extra  ", k);
-  }
+  check_items(got, want, name + ": items of the main pass",
+              "token, slot, chunks, warm-up, last rows, sequence, head, part, start, index, last, first");
   check(got_pre == want_pre, name + ": items of the pre-pass");
   check(bases, name + ": rows of snapshots and checkpoints");
   check(lengths_wrong == 0, name + ": longest first");

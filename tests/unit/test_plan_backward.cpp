@@ -6,17 +6,13 @@
 
 #include "cuda/backward_workspace.hpp"
 #include "plan/choose_backward.hpp"
+#include "unit/plan_rows.hpp"
 
 namespace qla::plan {
 namespace {
 
-Shape shape_of_row(int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads) {
-  Shape shape;
-  shape.total_tokens = tokens;
-  shape.num_seqs = seqs;
-  shape.num_v_heads = v_heads;
-  shape.group = v_heads / k_heads;
-  shape.equal_lengths = seqs == 1;
+Shape backward_shape(int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads) {
+  Shape shape = shape_of_row(tokens, seqs, k_heads, v_heads);
   shape.backward = true;
   return shape;
 }
@@ -24,7 +20,7 @@ Shape shape_of_row(int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_head
 // Rows of the published grid. A change of the cost table changes these on purpose only.
 TEST(ChooseBackward, GoldenH200) {
   const auto row = [](int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads) {
-    return choose_backward(kH200, shape_of_row(tokens, seqs, k_heads, v_heads), Policy{}).rule.segment_chunks;
+    return choose_backward(kH200, backward_shape(tokens, seqs, k_heads, v_heads), Policy{}).rule.segment_chunks;
   };
   EXPECT_EQ(row(32768, 1, 2, 4), 32);
   EXPECT_EQ(row(8192, 1, 2, 4), 16);
@@ -43,7 +39,7 @@ TEST(ChooseBackward, GoldenH200) {
 }
 
 TEST(ChooseBackward, Policies) {
-  const Shape shape = shape_of_row(32768, 1, 2, 4);
+  const Shape shape = backward_shape(32768, 1, 2, 4);
   Policy policy;
   policy.mode = QLA_CP_OFF;
   EXPECT_EQ(choose_backward(kH200, shape, policy).rule.segment_chunks, 0);

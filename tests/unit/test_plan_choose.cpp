@@ -13,19 +13,10 @@
 #include "plan/choose_cpu.hpp"
 #include "plan/layout.hpp"
 #include "plan/order.hpp"
+#include "unit/plan_rows.hpp"
 
 namespace qla::plan {
 namespace {
-
-Shape shape_of_row(int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads) {
-  Shape shape;
-  shape.total_tokens = tokens;
-  shape.num_seqs = seqs;
-  shape.num_v_heads = v_heads;
-  shape.group = v_heads / k_heads;
-  shape.equal_lengths = seqs == 1;
-  return shape;
-}
 
 std::string text(const Choice& choice) {
   return "L" + std::to_string(choice.rule.segment_chunks) + (choice.value_splits == 2 ? " halves" : "") +
