@@ -187,6 +187,11 @@ def _load() -> ctypes.CDLL:
             f"libqla.so: expected at {' or '.join(candidates())} (from {named}), found nothing there; install the wheel, "
             "or build the library and set QLA_LIBRARY to its path"
         )
+    return open_library(path)
+
+
+def open_library(path: str) -> ctypes.CDLL:
+    """The library at a path, its prototypes set; a copy of the file under another name is another instance."""
     try:
         library = ctypes.CDLL(path)
         for name, (restype, argtypes) in _PROTOTYPES.items():

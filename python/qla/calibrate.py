@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qla.sweep import FUSED, measure
+from qla.bench_grid import Row
+from qla.planbench import FUSED, PlanBench, Planned
 
 # as in src/plan/model.hpp and costs.hpp
 ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, EQUAL_ROUNDS, TAIL, QUIET_SHARE = 4, 0.25, 3.0, 0.3, 0.75
@@ -182,16 +183,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def take_samples() -> list[dict[str, Any]]:
     samples: list[dict[str, Any]] = []
-    for form in (1, 2, FUSED):
-        cases = [
-            (lengths, heads, segments if form != FUSED else [0])
-            for lengths, heads, segments in CASES
-            if form != FUSED or 0 in segments
-        ]
-        tasks = [{"lengths": lengths, "heads": heads, "segments": segments} for lengths, heads, segments in cases]
-        for (lengths, heads, _), found in zip(cases, measure(tasks, form)):
-            for segment, us in found.items():
-                samples.append({"lengths": lengths, "heads": heads, "segment": segment or 0, "form": form, "us": us})
+    with PlanBench() as bench:
+        for lengths, heads, segments in CASES:
+            bench.row(Row("fwd", "", "", lengths, heads, {}, None, ""))
+            for plan in [Planned(segment, form) for form in (1, 2, FUSED) for segment in segments]:
+                if bench.exists(plan):
+                    us = bench.burst(plan, 20)
+                    samples.append({"lengths": lengths, "heads": heads, "segment": plan.segment, "form": plan.form, "us": us})
     return samples
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import qla
-from qla import calibrate, sweep
+from qla import calibrate, planbench, sweep
 
 pytest.importorskip("numpy")
 PACKAGES = str(Path(qla.__path__[0]).resolve().parent)
@@ -53,7 +53,7 @@ def ours(lengths: list[int], heads: tuple[int, int], segment: int, splits: int) 
 )
 def test_coefficients_are_the_librarys_model(lengths: list[int], heads: tuple[int, int], segment: int, tmp_path: Path) -> None:
     without_fused = tmp_path / "costs.txt"
-    without_fused.write_text(sweep.NO_FUSED)
+    without_fused.write_text(planbench.NO_FUSED)
     splits, us = predicted(lengths, heads, segment, QLA_COSTS=str(without_fused))
     assert abs(ours(lengths, heads, segment, splits) - us) <= 0.6 + 0.01 * us  # printed to one microsecond
 
@@ -64,7 +64,7 @@ def test_fit_finds_constants_again(tmp_path: Path) -> None:
     samples = []
     for lengths, heads, segments in calibrate.CASES:
         for segment in segments:
-            for form in (1, 2) if segment else (1, 2, sweep.FUSED):
+            for form in (1, 2) if segment else (1, 2, planbench.FUSED):
                 row = calibrate.coefficients(lengths, heads, segment, form, 132, truth)
                 us = sum(truth[name] * x for name, x in row.items())
                 samples.append({"lengths": lengths, "heads": heads, "segment": segment, "form": form, "us": us})
@@ -77,7 +77,7 @@ def test_fit_finds_constants_again(tmp_path: Path) -> None:
     measured.write_text("".join(json.dumps(s) + "\n" for s in samples))
     done = run("calibrate", "--samples", str(measured), "--out", str(costs))
     assert done.returncode == 0, done.stderr
-    costs.write_text(costs.read_text() + sweep.NO_FUSED)
+    costs.write_text(costs.read_text() + planbench.NO_FUSED)
     chosen, us = predicted([32768], (2, 8), 64, QLA_COSTS=str(costs))
     row = calibrate.coefficients([32768], (2, 8), 64, chosen, 132, truth, lasting=True)
     assert abs(us - sum(truth[name] * x for name, x in row.items())) <= 0.6 + 0.02 * us
@@ -99,11 +99,32 @@ def test_calibrate_without_a_gpu_says_so(tmp_path: Path) -> None:
 
 def test_segment_lengths_of_a_sweep() -> None:
     assert sweep.segment_lengths([2048], (2, 3, 4, 8, 16)) == {2: 16, 3: 11, 4: 8, 8: 4}  # never below 4 chunks
-    assert sweep.segment_lengths([100], sweep.GEOMETRIC) == {}
+    assert sweep.segment_lengths([100], range(2, 65)) == {}
     for chunks in range(8, 520, 7):
         found = sweep.segment_lengths([64 * chunks - 5], list(range(2, 65)))
         assert all(length >= 4 and length < chunks for length in found.values())
         assert len(set(found.values())) == len(found)
+
+
+def test_each_copy_of_the_library_plans_one_form(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from qla.bench_grid import Row
+from qla.planbench import AUTO, FORMS, FUSED, HALVES, OWN, WHOLE, Planned, open_copies, plan_with, shape_args
+
+libraries = open_copies(Path(sys.argv[1]))
+for lengths, heads in (([32768], (2, 8)), ([8192] * 4, (16, 64)), ([1024, 7168], (4, 16))):
+    row = Row("fwd", "", "", lengths, heads, {}, None, "")
+    for form, segment in [(f, s) for f in (WHOLE, HALVES) for s in (0, 16)] + [(FUSED, 0)]:
+        plan = plan_with(libraries[form], shape_args(row, Planned(segment, form)), row)
+        assert (FUSED if plan.fused else plan.value_splits) == form and plan.segment_chunks == segment, (lengths, form, segment)
+    own = plan_with(libraries[OWN], shape_args(row, Planned(AUTO, OWN)), row)
+    assert own.predicted_us < 1e5, own.predicted_us
+"""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PACKAGES}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 def test_sweep_table_names_rows_that_are_over() -> None:
@@ -117,20 +138,20 @@ def test_sweep_table_names_rows_that_are_over() -> None:
         "best_form": 2,
         "fused_us": 90.0,
         "planner_segment": 0,
-        "planner_form": sweep.FUSED,
+        "planner_form": planbench.FUSED,
     }
     good = {**row, "planner_us": 52.9, "gap": 0.058, "good": True, "all": [[0, 1, 80.0]]}
     over = {**row, "planner_us": 56.0, "gap": 0.12, "good": False, "all": [[0, 1, 80.0]]}
-    text = sweep.table([good, over], 1.0)
-    assert "1 of 2 rows" in text and text.count("| over |") == 1
+    text = sweep.table([good, over], 3, 1.0)
+    assert "1 of 2 rows" in text and "1 rows were not measured" in text and text.count("| over |") == 1
 
 
 def test_fused_form_is_in_the_model(tmp_path: Path) -> None:
     costs = tmp_path / "costs.txt"
-    costs.write_text(sweep.FORCED[sweep.FUSED])
+    costs.write_text(planbench.FORCED[planbench.FUSED])
     for lengths, heads in (([8192] * 4, (16, 32)), ([1024] * 8, (16, 16)), ([4096], (2, 8))):
         _, us = predicted(lengths, heads, 0, QLA_COSTS=str(costs))
-        assert abs(ours(lengths, heads, 0, sweep.FUSED) - us) <= 0.6 + 0.01 * us
+        assert abs(ours(lengths, heads, 0, planbench.FUSED) - us) <= 0.6 + 0.01 * us
 
 
 def test_picture_of_context_parallelism(tmp_path: Path) -> None:
