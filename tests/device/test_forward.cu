@@ -525,8 +525,10 @@ int main(int argc, char** argv) {
   add({.name = "fused, pool", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true, .fused = true});
   add({.name = "fused, no forgetting", .T = 1024, .Hv = 2, .gate = 0, .fused = true});
   add({.name = "fused, strong decay", .T = 256, .gate = 20, .fused = true});
-  for (const Case& c : cases) run(c);
-  for (int parts : {1, 2})
+  const std::string filter = argc > 1 ? argv[1] : "";  // part of a name; for sanitizers
+  for (const Case& c : cases)
+    if (filter.empty() || std::string(c.name).find(filter) != std::string::npos) run(c);
+  for (int parts : filter.empty() ? std::vector<int>{1, 2} : std::vector<int>{})
     for (bool bf16 : {true, false}) run_prepass(parts, bf16);
   std::printf("%d passed, %d failed\n", g_passed, g_failed);
   return g_failed != 0;
