@@ -88,8 +88,8 @@ def timings(environment: dict[str, str], folder: Path) -> dict[str, float]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.log").write_text(output)
     out: dict[str, float] = {}
-    for match in re.finditer(r"^(forward|backward), (.*?): geometric mean ([\d.]+) x", output, re.MULTILINE):
-        out[f"{match[1]}, {match[2]}, x best peer"] = float(match[3])
+    for match in re.finditer(r"^(forward|backward), (.*?): geometric mean ([\d.]+) x (.*?) over", output, re.MULTILINE):
+        out[f"{match[1]}, {match[2]}, x {match[4]}"] = float(match[3])
     lines = folder / "cuda.jsonl"
     for line in lines.read_text().splitlines() if lines.exists() else []:
         row = json.loads(line)

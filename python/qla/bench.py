@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 
+def item_range(text: str) -> tuple[int, int]:
+    """ "64:" or "64" at least, ":63" at most, "64:128" between."""
+    first, _, last = text.partition(":")
+    return int(first or 0), int(last or 10**9)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda with --grid, else cpu")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the JSON lines, the table and the picture")
@@ -43,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         default="auto",
         help="measured beside ours: auto (those that import), none, or a list of fla,flashinfer,flash_qla",
+    )
+    gpu.add_argument("--rounds", type=int, default=3, help="with peers: how often ours and theirs are timed in turn (default 3)")
+    gpu.add_argument(
+        "--items", type=item_range, default=(0, 10**9), help="only rows of so many sequences x value heads: 64: or :63"
     )
     gpu.add_argument("--flash-qla-path", type=Path, help="a checkout of the original FlashQLA, timed in its own process")
     gpu.add_argument("--kernels", action="store_true", help="also the time of each kernel of a call (torch.profiler)")

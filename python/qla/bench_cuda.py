@@ -3,56 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from qla import bench_beside
 from qla.bench import JsonLines, markdown
-from qla.bench_grid import Row, boundaries, find_table, floors_ms, make_inputs, peak_mib, prepare, read_rows, replay_ms
+from qla.bench_beside import Peer
+from qla.bench_grid import (
+    TAKEN_IN_BURSTS,
+    WARM_UP_MS,
+    Row,
+    boundaries,
+    burst_ms,
+    find_table,
+    floors_ms,
+    make_inputs,
+    peak_mib,
+    prepare,
+    read_rows,
+    replay_ms,
+)
 from qla.progress import Bar
-
-PEERS = ("flash_qla", "flashinfer", "fla")
 
 
 def our_call() -> Callable[..., Any]:
     import qla
 
     return lambda **x: qla.chunk_gated_delta_rule(**x, output_final_state=True)
-
-
-def peer_process(args: argparse.Namespace, peer: str) -> tuple[dict[str, dict[str, float]], str]:
-    """Times the chosen rows with one peer in a process of its own -> label -> ms and peak_mib, and what was timed or why nothing was."""
-    environment = dict(os.environ)
-    if peer == "flash_qla":  # our own package has that name: keep it out of the child's way
-        environment["PYTHONPATH"] = str(args.flash_qla_path)
-    table = find_table(args.table)
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve().with_name("bench_peer.py")),
-        peer,
-        str(args.flash_qla_path or ""),
-        str(table),
-        args.direction,
-        args.rows or "",
-        str(args.budget),
-    ]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    except subprocess.TimeoutExpired:
-        return {}, "took more than 15 minutes"
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    what = next((a["what"] for a in answers if "what" in a), "")
-    times = {a["label"]: a for a in answers if "ms" in a}
-    if not times:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {}, f"not measured: {what + ': ' if what else ''}{last}"
-    return times, what
 
 
 def kernel_times(row: Row, call: Callable[..., Any]) -> list[tuple[str, float]]:
@@ -118,9 +97,16 @@ COLUMNS = {
     "lengths": "lengths",
     "heads": "Hk, Hv",
     "ours_ms": "qla ms",
-    "best_ms": "best peer ms",
+    "burst_ms": "qla burst ms",
+    "best_ms": "known peer ms",
     "best_is": "which",
-    "ratio": "peer / qla",
+    "ratio": "known / qla so taken",
+    "beside_ms": "beside ms",
+    "beside_is": "which, measured here",
+    "ratio_beside": "beside / qla",
+    "beside_mhz": "its MHz",
+    "beside_difference": "its difference",
+    "beside_burst_ms": "beside burst ms",
     "tensor_share": "% of tensor floor",
     "byte_share": "% of byte floor",
     "peak_mib": "qla MiB",
@@ -134,24 +120,47 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
 
 
+RATIOS = {
+    "ratio": "the best known peer, ours taken as it was (in bursts or sustained)",
+    "ratio_sustained": "the best known peer, ours sustained in any case",
+    "ratio_beside": "the best peer measured beside it, both sustained",
+    "ratio_burst": "the best peer measured beside it, both in bursts",
+}
+
+
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for direction, title in (("fwd", "forward"), ("bwd", "backward")):
-        rated = [r for r in rows if r["pass"] == direction and r.get("ratio")]
-        if not rated:
-            continue
-        for name, part in (("all rows", rated), ("sequences x value heads >= 64", [r for r in rated if r["items"] >= 64])):
-            if part:
-                slower = sum(r["ratio"] < 1 for r in part)
-                worst = min(part, key=lambda r: r["ratio"])
-                lines.append(
-                    f"{title}, {name}: geometric mean {geometric_mean([r['ratio'] for r in part]):.3f} x the best known peer over {len(part)} rows; "
-                    f"{slower} slower; worst {worst['ratio']:.2f} ({worst['model']} {worst['lengths']} {worst['heads']})"
-                )
+        for key, against in RATIOS.items():
+            rated = [r for r in rows if r["pass"] == direction and r.get(key)]
+            for name, part in (("all rows", rated), ("sequences x value heads >= 64", [r for r in rated if r["items"] >= 64])):
+                if part:
+                    slower = sum(r[key] < 1 for r in part)
+                    worst = min(part, key=lambda r: r[key])
+                    lines.append(
+                        f"{title}, {name}: geometric mean {geometric_mean([r[key] for r in part]):.3f} x {against} over {len(part)} rows; "
+                        f"{slower} slower; worst {worst[key]:.2f} ({worst['model']} {worst['lengths']} {worst['heads']})"
+                    )
     return lines
 
 
-def measure_row(row: Row, call: Callable[..., Any], budget: float, multiprocessors: int) -> dict[str, Any]:
+def columns_of(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Without the columns of what was not measured."""
+    optional = (
+        "beside_ms",
+        "beside_is",
+        "ratio_beside",
+        "beside_mhz",
+        "beside_difference",
+        "beside_burst_ms",
+        "peer_mib",
+    )
+    return {key: title for key, title in COLUMNS.items() if key not in optional or any(key in row for row in rows)}
+
+
+def measure_row(
+    row: Row, call: Callable[..., Any], budget: float, multiprocessors: int, peers: list[Peer], count: int
+) -> dict[str, Any]:
     tensor, moved = floors_ms(row, multiprocessors)
     out: dict[str, Any] = {
         "pass": row.direction,
@@ -161,17 +170,34 @@ def measure_row(row: Row, call: Callable[..., Any], budget: float, multiprocesso
         "items": row.items,
         "tensor_floor_ms": tensor,
         "byte_floor_ms": moved,
-        "best_ms": row.best_ms,
-        "best_is": row.best_is,
         "known": row.known,
+        "best_ms": None,
+        "best_is": "",
+        "ratio": None,
     }
     try:
-        ms, spread, count, mhz = replay_ms(prepare(row, call), budget)
+        graphs = prepare(row, call)
     except NotImplementedError as error:
         return {**out, "error": str(error)}
-    out.update(ours_ms=ms, spread=spread, replays=count, sm_mhz=mhz, tensor_share=100 * tensor / ms, byte_share=100 * moved / ms)
+    out["burst_ms"] = burst_ms(graphs)
     out["peak_mib"] = peak_mib(row, call)
+
+    def sustained(first: bool) -> tuple[float, float, int, float]:
+        return replay_ms(graphs, budget, 4 * WARM_UP_MS if first and peers else WARM_UP_MS)
+
+    out.update(bench_beside.rounds(peers, row, sustained, count if peers else 1))
+    out.update(tensor_share=100 * tensor / out["ours_ms"], byte_share=100 * moved / out["ours_ms"])
+    if row.known:
+        out.update(against_known(row.known, out["ours_ms"], out["burst_ms"]))
+    bench_beside.rate(out)
     return out
+
+
+def against_known(known: dict[str, float], sustained: float, burst: float) -> dict[str, Any]:
+    """The known peer that is hardest to beat when ours is taken as its time was, and with ours sustained in any case."""
+    ratios = {name: ms / (burst if name in TAKEN_IN_BURSTS else sustained) for name, ms in known.items()}
+    best = min(ratios, key=lambda name: ratios[name])
+    return {"best_is": best, "best_ms": known[best], "ratio": ratios[best], "ratio_sustained": min(known.values()) / sustained}
 
 
 def main(args: argparse.Namespace) -> int:
@@ -181,45 +207,37 @@ def main(args: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
-    rows = read_rows(find_table(args.table), args.direction, args.rows)
+    rows = [r for r in read_rows(find_table(args.table), args.direction, args.rows) if args.items[0] <= r.items <= args.items[1]]
+    if not rows:
+        raise ValueError(f"--items: no row has {args.items[0]} to {args.items[1]} sequences x value heads")
     device = torch.cuda.get_device_properties(0)
     call = our_call()
-    wanted = [] if args.peers == "none" else list(PEERS) if args.peers == "auto" else args.peers.split(",")
-    peers = [p for p in wanted if p != "flash_qla" or args.flash_qla_path]
-    measured: dict[str, dict[str, dict[str, float]]] = {}
-    said: list[str] = []
+    peers = bench_beside.wanted(args)
     for peer in peers:
-        times, what = peer_process(args, peer)
-        said.append(f"{peer}: {what}")
-        print(said[-1])
-        if times:
-            measured[what.split(" (")[0] + " here"] = times
+        print(f"{peer.name}: {peer.what}", flush=True)
 
-    lines = JsonLines(args.out / "cuda.jsonl", {"gpu": device.name, "build": _ffi.build_info(), "torch": torch.__version__})
+    stem = "beside" if any(peer.alive for peer in peers) else "cuda"
+    lines = JsonLines(args.out / f"{stem}.jsonl", {"gpu": device.name, "build": _ffi.build_info(), "torch": torch.__version__})
     results = []
     started = time.perf_counter()
     with Bar(len(rows), "bench", 5) as bar:
         for number, row in enumerate(rows, 1):
-            out = measure_row(row, call, args.budget, device.multi_processor_count)
-            for name, times in measured.items():
-                if row.label() in times:
-                    out["known"] = {**out["known"], name: times[row.label()]["ms"]}
-                    peak = f"{name.removesuffix(' here')} {times[row.label()]['peak_mib']:.0f}"
-                    out["peer_mib"] = f"{out['peer_mib']}; {peak}" if "peer_mib" in out else peak
-            if out["known"]:
-                out["best_is"], out["best_ms"] = min(out["known"].items(), key=lambda item: item[1])
-            out["ratio"] = out["best_ms"] / out["ours_ms"] if out.get("ours_ms") and out["best_ms"] else None
+            out = measure_row(row, call, args.budget, device.multi_processor_count, peers, args.rounds)
             if args.kernels and out.get("ours_ms"):
                 out["kernels"] = kernel_times(row, call)
             results.append({**out, "gpu": device.name})
             lines.write(out)
             text = f"{out['ours_ms']:.4f} ms  ratio {out['ratio'] or float('nan'):.2f}" if out.get("ours_ms") else out["error"]
+            for name, one in out.get("beside", {}).items():
+                text += f"  | {name} " + (f"{one['ms']:.4f}, differs {one['difference']:.1g}" if "ms" in one else one["refused"])
             print(f"{row.label():<48} {text}", flush=True)
             for kernel, microseconds in out.get("kernels", []):
                 print(f"    {microseconds:9.1f} us  {kernel[:100]}")
             bar(number, row.label())
             torch.cuda.empty_cache()
-    notes = summary(results) + said
+    for peer in peers:
+        peer.close()
+    notes = summary(results) + [f"{peer.name}: {peer.what}" for peer in peers]
     if args.host:
         notes.append(host_cost())
     notes.append(
@@ -229,9 +247,14 @@ def main(args: argparse.Namespace) -> int:
     header = f"# qla bench --grid published\n\n{time.strftime('%Y-%m-%d')}, {device.name}, {_ffi.build_info()}, torch {torch.__version__}.\n\n"
     floors = (
         "Floors: 132 SMs' tensor cores at 1.75 GHz and 4.3 TB/s (docs/math.md, work and bytes), 100 % would be the floor itself. "
-        "MiB: device memory of one eager call at its peak beyond its inputs, outputs included; backward rows: forward and backward.\n\n"
+        "MiB: device memory of one eager call at its peak beyond its inputs, outputs included; backward rows: forward and backward. "
+        "Times are sustained unless they say burst (docs/bench/README.md). Known: bench/peers_h200.csv; ours is taken as that column was, in bursts for "
+        + ", ".join(TAKEN_IN_BURSTS)
+        + ". Beside: measured here, in turn with ours, in a process of its own on the same inputs; its difference: from our results, relative, r.m.s.\n\n"
     )
-    (args.out / "cuda.md").write_text(header + floors + "\n".join(f"- {n}" for n in notes) + "\n\n" + markdown(COLUMNS, results))
+    (args.out / f"{stem}.md").write_text(
+        header + floors + "\n".join(f"- {n}" for n in notes) + "\n\n" + markdown(columns_of(results), results)
+    )
     try:
         from qla import plotting
 
@@ -239,7 +262,7 @@ def main(args: argparse.Namespace) -> int:
             part = [r for r in results if r["pass"] == direction]
             if any(r.get("ours_ms") for r in part):
                 plotting.bench_gpu_picture(
-                    args.out / f"cuda_{direction}.png", part, "Forward" if direction == "fwd" else "Backward"
+                    args.out / f"{stem}_{direction}.png", part, "Forward" if direction == "fwd" else "Backward"
                 )
     except ImportError:
         pass

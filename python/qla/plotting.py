@@ -167,6 +167,9 @@ def bench_gpu_picture(path: Path, rows: list[dict[str, Any]], which: str) -> Non
     few = [i for i, r in enumerate(order) if r["items"] < 64]
     for index, color, label in ((full, OURS, "sequences x value heads >= 64"), (few, THIRD, "fewer")):
         lower.plot(index, [order[i]["ratio"] or float("nan") for i in index], ".", color=color, label=label)
+    if any(r.get("ratio_beside") for r in order):
+        beside = [r.get("ratio_beside") or float("nan") for r in order]
+        lower.plot(x, beside, "o", mfc="none", mec=THEIRS, ms=5, lw=0, label="measured beside it, both sustained")
     lower.set(ylabel="best peer / qla", xlabel="row")
     lower.legend(frameon=False)
     lower.grid(alpha=0.3)
