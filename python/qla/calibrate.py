@@ -17,7 +17,7 @@ from qla.bench_grid import Row
 from qla.planbench import FUSED, PlanBench, Planned
 
 # as in src/plan/model.hpp and costs.hpp
-ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, EQUAL_ROUNDS, TAIL, QUIET_SHARE = 4, 0.25, 3.0, 0.3, 0.75
+ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, MOST_ROUNDS, TAIL, QUIET_SHARE = 4, 0.25, 12.0, 0.3, 0.75
 SHIPPED = {
     "main_full": 1.49, "main_half": 0.82, "main_full_quiet": 1.56, "main_half_quiet": 0.95, "state_half": 0.83,
     "intra_4": 1.28, "intra_2": 1.49, "intra_1": 2.34, "merge": 1.63, "item": 10.4, "launches": 21.6, "packed": 3.8, "cut": 15.7,
@@ -56,10 +56,19 @@ def makespan(groups: list[tuple[float, float]], each: Any, sms: int) -> tuple[fl
     longest = max(chunks for _, chunks in groups)
     if count <= sms:
         return longest, 1.0
-    total, items, rounds = sum(n * chunks for n, chunks in groups), count, count / sms
-    equal = sum(n * each(chunks) for n, chunks in groups) > 0.999 * count * each(longest)
-    if equal and rounds <= EQUAL_ROUNDS:
-        return math.ceil(rounds - 1e-4) * longest, math.ceil(rounds - 1e-4)
+    total, items = sum(n * chunks for n, chunks in groups), count
+    if count <= MOST_ROUNDS * sms:  # item by item, the longest first, to the multiprocessor that is free first
+        free = [(0.0, float(sms), 0.0, 0.0)]  # when, how many, their chunks and items
+        for left, chunks in sorted(groups, key=lambda group: -each(group[1])):
+            while left > 0:
+                at, many, walked, taken = free.pop(0)
+                now = min(left, many)
+                left -= now
+                if now < many:
+                    free.insert(0, (at, many - now, walked, taken))
+                free.append((at + each(chunks), now, walked + chunks, taken + 1))
+                free.sort()
+        return free[-1][2:]
     shared = sum(n * each(chunks) for n, chunks in groups) / sms + TAIL * each(longest)
     if shared < each(longest):
         return longest, 1.0

@@ -87,14 +87,16 @@ class Queue {
 float predict(const PlannedCall& planned, const plan::Shape& shape, const std::vector<Segment>& segments, int64_t chunks) {
   const DeviceCosts& costs = planned.costs;
   const Choice& choice = planned.choice;
-  const plan::Candidate candidate{choice.rule.segment_chunks, choice.value_splits, choice.fused};
+  const plan::Candidate candidate{choice.rule.segment_chunks, choice.value_splits, choice.fused, choice.rule.uncut_chunks};
   const auto items = static_cast<float>(static_cast<int64_t>(segments.size()) * choice.value_splits);
   const float per_chunk =
       plan::chunk_cost(costs, shape, candidate, items,
                        static_cast<float>(chunks) * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms));
   Queue main, pre;
   int64_t chain = 0, longest_chain = 0;
+  bool cut = false;
   for (const Segment& s : segments) {
+    cut |= s.index > 0;
     for (int32_t part = 0; part < choice.value_splits; ++part)
       main.add(static_cast<float>(s.walked_chunks()) * per_chunk + costs.item);
     for (int32_t part = 0; part < 2; ++part) {
@@ -104,7 +106,7 @@ float predict(const PlannedCall& planned, const plan::Shape& shape, const std::v
     chain = s.start == QLA_START_MERGED ? chain + 1 : 0;
     longest_chain = std::max(longest_chain, chain);
   }
-  return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks)) + main.makespan(costs.num_sms) +
+  return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) + main.makespan(costs.num_sms) +
          pre.makespan(costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;
 }
 
@@ -165,7 +167,7 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.ranges = static_cast<int32_t>(planned.ranges);
   const bool cut = choice.rule.segment_chunks > 0 && items > problem.num_seqs * problem.num_v_heads;
   const bool too_short = !cut && policy.mode == QLA_CP_AUTO && choice.rule.segment_chunks > 0;
-  const char* const why = too_short ? "no sequence is longer than a segment: not cut" : planned.why;
+  const char* const why = too_short ? "no sequence is long enough for a cut to pay: not cut" : planned.why;
   const std::string reason = concat(why, cuda && !planned.device_here ? " (no such device here: planned for an H200)" : "",
                                     !cut || chunk_log_decay ? "" : "; gates not given: usual ones assumed");
   std::memset(result.reason, 0, sizeof(result.reason));

@@ -232,7 +232,7 @@ void for_each_plan(const Call<T>& call, const plan::CutRule& rule, const qla_ten
                    const std::function<void(const StreamPlan&)>& run) {
   std::vector<int64_t> cut_sequences, cut_index(call.sequences.size(), -1);
   for (size_t n = 0; n < call.sequences.size() && rule.segment_chunks > 0; ++n)
-    if (call.sequences[n].state_slot >= 0 && call.sequences[n].chunks() > rule.segment_chunks) {
+    if (call.sequences[n].state_slot >= 0 && rule.cuts(call.sequences[n].chunks())) {
       cut_index[n] = static_cast<int64_t>(cut_sequences.size());
       cut_sequences.push_back(static_cast<int64_t>(n));
     }

@@ -86,12 +86,22 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     given = kInvariantSegmentChunks;
   const bool free_choice = cuts && given == 0;
 
+  // Which profile a packing has is seen on the device, where a sequence too short for its cut to pay is left whole.
+  const auto better_whole = [&](const Profile& profile, Candidate candidate, float& us) {
+    us = estimate(costs, shape, policy, profile, candidate);
+    if (!free_choice || candidate.segment_chunks == 0 || profiles.count == 1) return false;
+    candidate.uncut_chunks = total;
+    const float whole = estimate(costs, shape, policy, profile, candidate);
+    if (whole >= us) return false;
+    us = whole;
+    return true;
+  };
   Candidate best{0, 0, false};
   float best_us = 0;
   const auto consider = [&](const Candidate& candidate) {
-    float us = 0;
+    float us = 0, each = 0;
     for (int32_t i = 0; i < profiles.count; ++i)
-      us += profiles.all[i].weight * estimate(costs, shape, policy, profiles.all[i], candidate);
+      better_whole(profiles.all[i], candidate, each), us += profiles.all[i].weight * each;
     if (best.splits == 0 || us < best_us) best = candidate, best_us = us;
   };
   // The fused form keeps nothing in memory, which segments and backward need. Whether it rounds as the two kernels do is nobody's
@@ -105,6 +115,14 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
       if (length < kLeastSegmentChunks || pieces * shape.num_v_heads > kItemsPerSm * costs.num_sms) break;
       if (length < longest) consider({length, splits, false});
     }
+  }
+
+  // .. up to which length: that of equal sequences, then longer and longer ones beside shorter ones
+  for (int64_t i = 0, ends = profiles.all[0].kinds[0].chunks; i < 16 && ends < total; ++i, ends += ceil_div(total, 16)) {
+    const int64_t others = std::max<int64_t>(1, shape.seqs() - 1);
+    float us = 0;
+    if (!better_whole({{{1, ends}, {others, ceil_div(total - ends, others)}}, 2, 1.0f}, best, us)) break;
+    best.uncut_chunks = ends;
   }
 
   Choice choice;
@@ -124,6 +142,7 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   else
     choice.reason = shape.seqs() * shape.num_v_heads * 2 > costs.num_sms ? Reason::CardFull : Reason::NothingToCut;
   choice.rule = rule_for(policy, best.segment_chunks);
+  choice.rule.uncut_chunks = best.uncut_chunks;
   // All segments run at once, so the longest walk counts: what more warm-up would cost here, a merge costs less.
   choice.rule.max_warmup_chunks = std::max<int64_t>(kAssumedWarmup, best.segment_chunks / 2);
   return choice;

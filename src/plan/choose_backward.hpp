@@ -77,7 +77,7 @@ inline Choice choose_backward(const DeviceCosts& costs, const Shape& shape, cons
   }
   Choice choice;
   choice.value_splits = 2;
-  choice.predicted_us = best_us + parallel_cost(costs, shape, {0, 2, false}, static_cast<float>(total));
+  choice.predicted_us = best_us + parallel_cost(costs, shape, {0, 2, false}, static_cast<float>(total), false);
   choice.rule = rule_for(policy, best);
   choice.rule.max_warmup_chunks = std::max<int64_t>(kAssumedWarmup, best / 2);
   choice.reason = policy.mode == QLA_CP_OFF                              ? Reason::Off

@@ -49,7 +49,11 @@ struct Candidate {
   int64_t segment_chunks;  // 0: no cut
   int32_t splits;          // of V
   bool fused;
+  int64_t uncut_chunks = 0;  // sequences of at most so many chunks stay whole
 };
+
+// Of what a cut costs in launches, the share that a call pays whose sequences turn out too short for it.
+inline constexpr float kAskedShare = 0.5f;
 
 // Index of a call's costs that depend on how many value heads share a query/key head.
 inline int group_kind(const Shape& shape) { return shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2; }
@@ -74,9 +78,10 @@ inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Cand
 }
 
 // All that is no walk along the sequences.
-inline float parallel_cost(const DeviceCosts& costs, const Shape& shape, const Candidate& c, float chunks) {
+inline float parallel_cost(const DeviceCosts& costs, const Shape& shape, const Candidate& c, float chunks, bool cut) {
   const float share = chunks * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms);
-  float us = costs.launches + (shape.num_seqs > 1 ? costs.packed : 0.0f) + (c.segment_chunks > 0 ? costs.cut : 0.0f);
+  float us = costs.launches + (shape.num_seqs > 1 ? costs.packed : 0.0f) +
+             (c.segment_chunks > 0 ? (cut ? 1.0f : kAskedShare) * costs.cut : 0.0f);
   if (c.fused)
     us -= costs.intra_launch;
   else
@@ -103,6 +108,56 @@ struct Load {
   }
 };
 
+// The same item by item: kinds of equal items, the longest first, each to the multiprocessor that is free first. Multiprocessors
+// that are free at the same time are one group, so it takes a few steps a kind and round.
+class Queue {
+ public:
+  void add(float count, float each) {
+    if (count <= 0 || num_kinds_ == kMostKinds) return;
+    int32_t at = num_kinds_++;
+    for (; at > 0 && kinds_[at - 1].each < each; --at) kinds_[at] = kinds_[at - 1];
+    kinds_[at] = {count, each};
+    items_ += count, total_ += count * each;
+  }
+  float makespan(float sms) const {
+    if (num_kinds_ == 0) return 0;
+    const float longest = kinds_[0].each;
+    if (items_ <= sms) return longest;
+    if (items_ > kMostRounds * sms) return std::max(longest, total_ / sms + 0.3f * longest);
+    struct Group {
+      float free_at, count;
+    } groups[kMostKinds + 2] = {{0, sms}};  // sorted; a kind splits one group at most
+    int32_t num_groups = 1;
+    for (int32_t kind = 0; kind < num_kinds_; ++kind)
+      for (float left = kinds_[kind].count; left > 0;) {
+        const float taken = std::min(left, groups[0].count), free_at = groups[0].free_at + kinds_[kind].each;
+        left -= taken;
+        if (taken < groups[0].count)
+          groups[0].count -= taken;
+        else
+          std::copy(groups + 1, groups + num_groups--, groups);
+        int32_t at = num_groups;
+        while (at > 0 && groups[at - 1].free_at > free_at) --at;
+        if (at > 0 && groups[at - 1].free_at == free_at) {
+          groups[at - 1].count += taken;
+        } else {
+          std::copy_backward(groups + at, groups + num_groups, groups + num_groups + 1);
+          groups[at] = {free_at, taken}, ++num_groups;
+        }
+      }
+    return groups[num_groups - 1].free_at;
+  }
+
+ private:
+  static constexpr int32_t kMostKinds = 8;
+  static constexpr float kMostRounds = 12;
+  struct Kind {
+    float count, each;
+  } kinds_[kMostKinds] = {};
+  int32_t num_kinds_ = 0;
+  float items_ = 0, total_ = 0;
+};
+
 inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile,
                       const Candidate& c) {
   const float sms = static_cast<float>(costs.num_sms), heads = static_cast<float>(shape.num_v_heads);
@@ -111,7 +166,7 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
   const float exact_heads = exact_only ? heads : static_cast<float>(static_cast<int64_t>(heads * kAssumedExactShare + 0.5f));
   float items = 0, chunks = 0;
   const auto pieces_of = [&](int64_t of) {
-    return c.segment_chunks > 0 ? std::max<int64_t>(1, ceil_div(of, c.segment_chunks)) : 1;
+    return c.segment_chunks > 0 && of > c.uncut_chunks ? std::max<int64_t>(1, ceil_div(of, c.segment_chunks)) : 1;
   };
   for (int32_t i = 0; i < profile.num_kinds; ++i) {
     const Profile::Kind& kind = profile.kinds[i];
@@ -119,11 +174,13 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     chunks += static_cast<float>(kind.count * kind.chunks);
   }
   const float share = chunks * heads / sms;
-  Load main, pre;  // in microseconds
+  Queue main, pre;  // in microseconds
   int64_t longest_chain = 0;
+  bool cut = false;
   for (int32_t i = 0; i < profile.num_kinds; ++i) {
     const Profile::Kind& kind = profile.kinds[i];
     const int64_t pieces = pieces_of(kind.chunks);
+    cut |= pieces > 1;
     const float count = static_cast<float>(kind.count), length = static_cast<float>(ceil_div(kind.chunks, pieces));
     // of one long sequence and short ones, the long one's items run on when the others have ended
     const bool outlives = c.fused && i == 0 && profile.num_kinds == 2;
@@ -138,7 +195,7 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     pre.add(count * exact_heads * 2.0f * (2.0f * later - 1.0f), length * costs.state_half);
     if (exact_heads > 0) longest_chain = std::max(longest_chain, pieces - 1);
   }
-  return parallel_cost(costs, shape, c, chunks) + main.makespan(sms) + pre.makespan(sms) +
+  return parallel_cost(costs, shape, c, chunks, cut) + main.makespan(sms) + pre.makespan(sms) +
          static_cast<float>(longest_chain) * costs.merge;
 }
 

@@ -23,11 +23,14 @@ QLA_HD constexpr int64_t chunks_of(int64_t tokens) { return ceil_div(tokens, kCh
 // The cut of a whole call: plain data, passed to kernels by value. Made by plan/choose.hpp.
 struct CutRule {
   int64_t segment_chunks = 0;     // most chunks a segment; 0: no cut
+  int64_t uncut_chunks = 0;       // a sequence of at most so many stays whole, though longer than a segment
   int64_t max_warmup_chunks = 0;  // where more would be needed, the head counts as one that does not forget
   float threshold = -10.0f;       // (C5)
   int32_t exact = 0;              // 1: every cut is merged, the warm-up is never used
   int32_t join = 0;               // 1: a boundary that would need a merge is not cut at all
   int32_t balance = 1;            // 1: a sequence's segments are made about equally long; 0: all but the last have segment_chunks
+
+  QLA_HD bool cuts(int64_t chunks) const { return segment_chunks > 0 && chunks > segment_chunks && chunks > uncut_chunks; }
 };
 
 // Boundaries of one sequence: segment j owns chunks [j * segment_chunks, min((j + 1) * segment_chunks, chunks)).
@@ -41,7 +44,7 @@ QLA_HD inline Cut make_cut(int64_t chunks, const CutRule& rule) {
   Cut cut;
   cut.chunks = chunks;
   cut.segment_chunks = chunks > 0 ? chunks : 1;
-  if (rule.segment_chunks > 0 && chunks > rule.segment_chunks) {
+  if (rule.cuts(chunks)) {
     cut.segment_chunks = rule.balance ? ceil_div(chunks, ceil_div(chunks, rule.segment_chunks)) : rule.segment_chunks;
     cut.num_segments = ceil_div(chunks, cut.segment_chunks);
   }

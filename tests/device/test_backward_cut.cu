@@ -270,6 +270,7 @@ int main(int argc, char** argv) {
     if (pick(0, 1))
       for (int64_t i = 0; i < n; i++) p.has_initial.push_back(uint8_t(pick(0, 1)));
     p.rule.segment_chunks = pick(1, 40);
+    p.rule.uncut_chunks = pick(0, 2) ? 0 : pick(0, 100);
     p.rule.max_warmup_chunks = pick(0, 2 * p.rule.segment_chunks);
     p.rule.exact = pick(0, 5) == 0;
     p.rule.balance = int32_t(pick(0, 1));

@@ -251,6 +251,7 @@ int main(int argc, char** argv) {
       for (size_t n = 0; n < lens.size(); n++) p.has_initial.push_back(uint8_t(pick(0, 1)));
     if (round % 3 != 0) {
       p.rule.segment_chunks = pick(1, 40);
+      p.rule.uncut_chunks = pick(0, 2) ? 0 : pick(0, 100);
       p.rule.max_warmup_chunks = pick(0, 2 * p.rule.segment_chunks);
       p.rule.exact = pick(0, 5) == 0;
       p.rule.balance = int32_t(pick(0, 1));

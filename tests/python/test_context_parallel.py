@@ -51,12 +51,13 @@ def random_gates(draw: random.Random, shape: torch.Size) -> torch.Tensor:
 
 
 @pytest.mark.br(77)
-@pytest.mark.parametrize("sequences", [1, 2, 3, 5])
-def test_one_graph_for_any_packing_and_gate(device: Device, sequences: int) -> None:
-    """Boundaries and gates are read on the device: a graph captured once replays any of them, to the bits of an eager call."""
+@pytest.mark.parametrize(("sequences", "heads"), [(1, HEADS), (2, HEADS), (3, HEADS), (5, HEADS), (2, (10, 20))])
+def test_one_graph_for_any_packing_and_gate(device: Device, sequences: int, heads: tuple[int, int]) -> None:
+    """Boundaries and gates are read on the device: a graph captured once replays any of them, to the bits of an eager call. Two
+    sequences of 20 heads are cut where one is long, and stay whole where both are short."""
     if device.name != "cuda":
         pytest.skip("graphs are CUDA's")
-    inputs = device.inputs(TOKENS, HEADS, sequences=sequences)
+    inputs = device.inputs(TOKENS, heads, sequences=sequences)
     cu = device.cu(*(TOKENS * n // sequences for n in range(sequences + 1)))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -67,7 +68,7 @@ def test_one_graph_for_any_packing_and_gate(device: Device, sequences: int) -> N
     with torch.cuda.graph(graph):
         held = forward(inputs, cu)
     draw = random.Random(sequences)
-    for number in range(PACKINGS // 4):
+    for number in range(PACKINGS // 5):
         boundaries = random_boundaries(draw, TOKENS, sequences)
         cu.copy_(device.cu(*boundaries))
         inputs["g"].copy_(random_gates(draw, inputs["g"].shape))

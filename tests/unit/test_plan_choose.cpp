@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <random>
 #include <sstream>
@@ -132,6 +133,48 @@ TEST(Choose, ProfilesCoverThePacking) {
       EXPECT_FLOAT_EQ(weights, 1.0f);
       EXPECT_EQ(profiles.count, equal || seqs == 1 ? 1 : 2);
     }
+  }
+}
+
+// Two sequences of a packing may be equal or not, and the host cannot tell: what is cut if one is long stays whole if both are
+// not.
+TEST(Choose, APackingIsCutForALongSequenceAlone) {
+  const auto packing = [](int64_t k_heads, int64_t v_heads) {
+    Shape shape = shape_of_row(32768, 2, k_heads, v_heads);
+    shape.equal_lengths = false;
+    return shape;
+  };
+  const Choice choice = choose(kH200, packing(16, 32), Policy{}, Capabilities{});
+  EXPECT_GT(choice.rule.segment_chunks, 0);
+  EXPECT_FALSE(choice.rule.cuts(256));
+  EXPECT_TRUE(choice.rule.cuts(448));
+  // few heads: equal ones gain by a cut, too
+  EXPECT_TRUE(choose(kH200, packing(2, 8), Policy{}, Capabilities{}).rule.cuts(256));
+  Policy policy;  // where a length is given it holds for all
+  policy.mode = QLA_CP_FIXED, policy.fixed_chunks = 100;
+  EXPECT_TRUE(choose(kH200, packing(16, 32), policy, Capabilities{}).rule.cuts(101));
+  policy.mode = QLA_CP_AUTO, policy.batch_invariant = true;
+  EXPECT_TRUE(choose(kH200, packing(16, 32), policy, Capabilities{}).rule.cuts(kInvariantSegmentChunks + 1));
+}
+
+// Items by groups is items one by one.
+TEST(Choose, QueueIsTheLongestFirst) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 2000; ++round) {
+    const int sms = 1 + static_cast<int>(random() % 40);
+    std::vector<float> items;
+    Queue queue;
+    for (int kind = 0; kind < 1 + static_cast<int>(random() % 5); ++kind) {
+      const int count = static_cast<int>(random() % 60);
+      const float each = static_cast<float>(1 + random() % 50);
+      queue.add(static_cast<float>(count), each);
+      items.insert(items.end(), static_cast<size_t>(count), each);
+    }
+    if (items.size() > 12 * static_cast<size_t>(sms)) continue;
+    std::sort(items.rbegin(), items.rend());
+    std::vector<float> free_at(static_cast<size_t>(sms), 0.0f);
+    for (const float each : items) *std::min_element(free_at.begin(), free_at.end()) += each;
+    EXPECT_EQ(queue.makespan(static_cast<float>(sms)), *std::max_element(free_at.begin(), free_at.end())) << round;
   }
 }
 

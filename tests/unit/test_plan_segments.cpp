@@ -132,6 +132,15 @@ TEST(Segments, BalanceEvensOutLengths) {
   EXPECT_EQ(make_cut(65, rule).segment_chunks, 33);
 }
 
+TEST(Segments, ShortEnoughStaysWhole) {
+  CutRule rule = rule_of(16);
+  rule.uncut_chunks = 40;
+  for (const int64_t chunks : {0, 16, 17, 40}) EXPECT_EQ(make_cut(chunks, rule).num_segments, 1) << chunks;
+  EXPECT_EQ(make_cut(41, rule).num_segments, 3);
+  rule.segment_chunks = 0;
+  EXPECT_EQ(make_cut(41, rule).num_segments, 1);
+}
+
 TEST(Segments, HugeArithmetic) {
   const int64_t tokens = int64_t{1} << 31;
   EXPECT_EQ(chunks_of(tokens), int64_t{1} << 25);
@@ -163,6 +172,7 @@ TEST(Segments, FuzzEveryChunkOnce) {
   for (int round = 0; round < 200000; ++round) {
     const int64_t chunks = pick(0, 3) ? pick(0, 40) : pick(0, 400);
     CutRule rule = rule_of(pick(0, 12));
+    rule.uncut_chunks = pick(0, 3) ? 0 : pick(0, 60);
     rule.max_warmup_chunks = pick(0, 2 * rule.segment_chunks + 2);
     rule.exact = pick(0, 7) == 0;
     rule.join = pick(0, 3) == 0;
@@ -179,6 +189,7 @@ TEST(Segments, FuzzEveryChunkOnce) {
     const std::vector<Segment> all = segments(chunks, rule, decay, has_initial, reverse);
     SCOPED_TRACE(round);
     ASSERT_LE(static_cast<int64_t>(all.size()), most_segments(chunks * kChunkTokens, 1, rule));
+    ASSERT_TRUE(rule.cuts(chunks) || all.size() == 1);
     int64_t at = reverse ? chunks : 0;  // the walk's front
     for (size_t j = 0; j < all.size(); ++j) {
       const Segment& s = all[j];

@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   Unit* all_units = a.most_units <= kStagedUnits ? s.units : reinterpret_cast<Unit*>(a.units);
   bool long_enough = false;
   for (int32_t n = threadIdx.x; n < int32_t(a.plan.num_seqs); n += kCutThreads)
-    long_enough |= run_of(a.plan, span_of(a.plan, n), n).chunks > a.rule.segment_chunks;
+    long_enough |= a.rule.cuts(run_of(a.plan, span_of(a.plan, n), n).chunks);
   if (!__syncthreads_or(long_enough)) {  // nothing to cut: the items of plan_segments stand
     if (!a.early) ptx::grid_dependency_launch();
     ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
