@@ -234,8 +234,11 @@ static void run(const Case& c) {
   p.v = view(din, pv);
   p.o = view(dout, po);
   p.plan = upload(std::vector<PlanHeader>{header});
-  p.items = upload(items);
-  p.max_items = int32_t(items.size()) + 7;
+  std::vector<WorkItem> room = items;  // more CTAs than items: what lies behind the items is nobody's to use
+  room.resize(items.size() + 7);
+  std::memset(static_cast<void*>(room.data() + items.size()), 0xff, 7 * sizeof(WorkItem));
+  p.items = upload(room);
+  p.max_items = int32_t(room.size());
   p.v_parts = c.v_parts;
   p.abar = upload(s.abar);
   p.pg = upload(s.pg);
