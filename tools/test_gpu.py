@@ -33,6 +33,16 @@ ONLY_16_BIT = (
 FUZZ_SEEDS, FUZZ_PARTS = 150, 5
 # T <= 400, four heads, guards and gaps in all: what a sanitizer gets through in seconds
 SMALL = "*BR03*bf16*:*BR15_T*bf16*:*BR17*bf16*:*BR33*bf16*:*BR38_around*bf16*:*BR40*:*BR56_views*bf16*:*BR57*bf16*"
+# program -> what of it a sanitizer gets through in seconds
+SANITIZED = {
+    "qla_test_op": ["--gtest_brief=1", "--gtest_filter=" + SMALL],
+    "qla_device_test_primitives": [],
+    "qla_device_test_plan": ["quick"],
+    "qla_device_test_cp_merge": ["quick"],
+    "qla_device_test_backward_cut": ["quick"],
+    "qla_device_test_forward": ["fused"],
+}
+ARCHIVE_SECONDS = 15.0  # between two versions of the archive: what a machine that goes away takes along
 
 
 def arguments() -> argparse.Namespace:
@@ -48,7 +58,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=200.0, help="seconds for tests and sanitizers together (default 200)")
     parser.add_argument("--shards", type=int, default=16, help="processes of the op table (default 16)")
     parser.add_argument("--out", type=Path, help="folder for logs and a copy of last_run.json")
-    parser.add_argument("--tar", type=Path, help="at the end everything worth keeping in one archive: docs/gpu, docs/bench, logs")
+    parser.add_argument(
+        "--tar",
+        type=Path,
+        help="everything worth keeping in one archive: docs/gpu, docs/bench, logs; written anew every few jobs, so it survives a run that is cut off",
+    )
     return parser.parse_args()
 
 
@@ -130,11 +144,9 @@ class Session:
 
     def sanitizer_jobs(self) -> list[Job]:
         tool = find_tool()
-        programs = self.programs("qla_test_op") + self.programs("qla_device_test_primitives")
         jobs = []
         for name in SANITIZERS if tool else ():
-            for program in programs:
-                chosen = ["--gtest_brief=1", "--gtest_filter=" + SMALL] if program.name.startswith("qla_test_") else []
+            for program, chosen in [(p, words) for pattern, words in SANITIZED.items() for p in self.programs(pattern)]:
                 command = [str(tool), "--tool", name, "--error-exitcode", "99", str(program), *chosen]
                 jobs.append(Job(f"{name}.{program.name}", command, name, timeout=100.0))
         return jobs
@@ -198,6 +210,17 @@ def make_record(session: Session, jobs: list[Job], facts: dict[str, str], times:
     }
 
 
+def archive(target: Path, logs: Path) -> None:
+    """One file with all that a run has to show. The last version stands until the next is whole."""
+    keep = [p for folder in ("docs/gpu", "docs/bench") for p in sorted((ROOT / folder).iterdir()) if p.is_file()]
+    part = target.with_name(target.name + ".part")
+    with tarfile.open(part, "w:gz", compresslevel=6) as out:
+        for path in keep:
+            out.add(path, path.relative_to(ROOT))
+        out.add(logs, "logs")
+    part.replace(target)
+
+
 def main() -> int:
     args = arguments()
     session = Session(args)
@@ -217,8 +240,18 @@ def main() -> int:
             RECORD.write_text(text)
 
     jobs = session.jobs()
-    # written after every job: what was found out survives a machine that goes away
-    run_all(jobs, session.environment, session.logs, args.deadline, lambda: write(make_record(session, jobs, facts, {})))
+    archived = time.monotonic()
+
+    def after_each() -> None:  # what was found out survives a machine that goes away
+        nonlocal archived
+        write(make_record(session, jobs, facts, {}))
+        if args.tar and time.monotonic() - archived > ARCHIVE_SECONDS:
+            archive(args.tar, session.logs)
+            archived = time.monotonic()
+
+    run_all(jobs, session.environment, session.logs, args.deadline, after_each)
+    if args.tar:
+        archive(args.tar, session.logs)
     times = timings(session.environment, session.logs / "bench") if whole or args.only == "bench" else {}
     if whole:
         for path in (session.logs / "bench").glob("cuda*"):
@@ -227,11 +260,7 @@ def main() -> int:
     write(record)
     code = print_table(record, SANITIZERS)
     if args.tar:
-        keep = [p for folder in ("docs/gpu", "docs/bench") for p in sorted((ROOT / folder).iterdir()) if p.is_file()]
-        with tarfile.open(args.tar, "w:gz") as archive:
-            for path in keep:
-                archive.add(path, path.relative_to(ROOT))
-            archive.add(session.logs, "logs")
+        archive(args.tar, session.logs)
     return code
 
 
