@@ -26,12 +26,9 @@ using plan::DeviceCosts;
 using plan::Segment;
 
 // As qla_gdn_forward_workspace answers.
-size_t workspace_or_zero(const qla_gdn_forward_args& args, const Problem& problem, bool cuda) {
+size_t cpu_workspace(const qla_gdn_forward_args& args, const Problem& problem) {
   try {
-    if (!cuda) return cpu::forward_workspace(args, problem);
-    size_t least = 0, best = 0;
-    cuda::forward_workspace(args, problem, &least, &best);
-    return std::clamp(forward_workspace_limit(), least, best);
+    return cpu::forward_workspace(args, problem);
   } catch (const Error&) {
     return 0;  // not served here: the plan can be looked at all the same
   }
@@ -160,7 +157,7 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.num_segments = most_of_a_head;
   result.num_items = items;
   result.value_splits = choice.value_splits;
-  result.workspace_bytes = static_cast<int64_t>(workspace_or_zero(args, problem, cuda));
+  result.workspace_bytes = static_cast<int64_t>(cuda ? planned.workspace : cpu_workspace(args, problem));
   result.predicted_us =
       predicting ? static_cast<double>(predict(planned, plan::shape_of(args, problem), all, total_chunks)) : 0.0;
   result.fused = choice.fused;
@@ -220,7 +217,9 @@ PlannedCall planned_call(const qla_gdn_forward_args& args, const Problem& proble
   }
   planned.costs = plan::device_costs(info.multiprocessors, info.capability_major);
   const cuda::PlanInput input = cuda::plan_input(args, problem, planned.costs);
-  const cuda::ForwardPlan plan = cuda::fitting_plan(input, cuda::whole_plan(input), forward_workspace_limit());
+  const cuda::ForwardPlan whole = cuda::whole_plan(input);
+  const cuda::ForwardPlan plan = cuda::fitting_plan(input, whole, forward_workspace_limit());
+  planned.workspace = std::clamp(forward_workspace_limit(), cuda::least_plan(input, whole).bytes, whole.bytes);
   planned.choice = plan.choice;
   planned.range_slots = plan.counts.range_slots;
   planned.ranges = plan.counts.ranges;

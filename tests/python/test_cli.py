@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,12 @@ def test_plan_prints_lists_and_draws(tmp_path):
     done = run("plan", "1024+7168", "--heads", "2", "4", "--log-decay", "-0.5", "0", "--list", "--png", str(picture))
     assert done.returncode == 0, done.stderr
     assert "sequence head" in done.stdout and picture.stat().st_size > 5000
+
+
+def test_plan_for_a_gpu_names_its_workspace():
+    done = run("plan", "32768", "--heads", "16", "64", "--backend", "cuda")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"workspace 268435456 bytes, in \d+ ranges", done.stdout), done.stdout  # QLA_FORWARD_MIB's default
 
 
 @pytest.mark.parametrize(
