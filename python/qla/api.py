@@ -131,10 +131,10 @@ def _prepare(
         )
     if cu_seqlens is None and cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens: expected with cu_seqlens_cpu, got None; pass the boundaries on q's device as cu_seqlens")
-    for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta)):
-        if not isinstance(x, Tensor):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(beta, Tensor)):
+        for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta)):
             _checks.check_tensor(name, x)
-    cp_mode, segment_chunks = cp_policy(auto_cp)
+    cp_mode, segment_chunks = (_ffi.CP_AUTO, 0) if auto_cp is True else cp_policy(auto_cp)
     flags = _VALIDATE
     if use_qk_l2norm_in_kernel:
         flags |= _ffi.FLAG_QK_L2NORM
@@ -161,9 +161,11 @@ def _prepare(
     call.want_final = bool(output_final_state)
     call.needs = ops.needs_grad(call.inputs)
     call.out, call.checkpoints, call.every = out, state_checkpoints, checkpoint_every_n_tokens
-    if backward_mib is not None and backward_mib < 0:
-        raise ValueError(f"backward_mib: expected 0 (as little as possible) or more MiB, got {backward_mib}; None is the default")
-    call.max_bytes = 0 if backward_mib is None else max(1, int(backward_mib) << 20)
+    call.max_bytes = 0
+    if backward_mib is not None:
+        if backward_mib < 0:
+            raise ValueError(f"backward_mib: expected 0 (as little as possible) or more MiB, got {backward_mib}; None is the default")
+        call.max_bytes = max(1, int(backward_mib) << 20)
     if call.needs:
         for name, given in (("out", out), ("state_indices", state_indices), ("state_checkpoints", state_checkpoints)):
             if given is not None:

@@ -211,10 +211,6 @@ for _name in ("gdn_forward", "gdn_backward"):
     torch.library.register_vmap(f"qla::{_name}", _refuse_vmap, lib=library)
 
 
-# bit of the gradient that belongs to each of the ten inputs
-_BIT = {j: 1 << i for i, j in enumerate(_args.GRAD_INPUTS)}
-
-
 class _Eager(torch.autograd.Function):
     """The gradient node of a plain eager call: what the operators do, without the dispatcher. Takes only the inputs that are there
     (positions says which): each argument costs."""
@@ -283,7 +279,9 @@ class _TransformedBackward(torch.autograd.Function):
 
 # ---- the way in ------------------------------------------------------------------------------------------------------
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_dispatch_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_GRAD_BITS = tuple((1 << i, j) for i, j in enumerate(_args.GRAD_INPUTS))
 
 
 def needs_grad(inputs: Inputs) -> int:
@@ -291,7 +289,7 @@ def needs_grad(inputs: Inputs) -> int:
     needs = 0
     if torch.is_grad_enabled():
         try:
-            for j, bit in _BIT.items():
+            for bit, j in _GRAD_BITS:
                 x = inputs[j]
                 if x is not None and x.requires_grad:
                     needs |= bit
@@ -302,10 +300,14 @@ def needs_grad(inputs: Inputs) -> int:
 
 def _plain_eager(inputs: Inputs) -> bool:
     """No tracer, mode, transform or subclass wants to see the operator."""
-    for x in inputs:
-        if x is not None and type(x) not in _PLAIN:
-            return not isinstance(x, Tensor)  # not a tensor at all: the checks of the direct way say so
-    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+    if not _PLAIN.issuperset(map(type, inputs)):
+        odd = next(x for x in inputs if type(x) not in _PLAIN)
+        return not isinstance(odd, Tensor)  # not a tensor at all: the checks of the direct way say so
+    return _dispatch_modes() == 0 and _transform() is None
+
+
+# What Function.apply calls once it knows that no transform is active, which _plain_eager has seen.
+_apply_eager = super(torch.autograd.Function, _Eager).apply
 
 
 def gdn_forward(
@@ -315,7 +317,7 @@ def gdn_forward(
     if not torch.compiler.is_compiling() and _plain_eager(inputs):
         if needs:
             positions = [j for j in range(_NUM_INPUTS) if inputs[j] is not None]
-            return _Eager.apply((inputs, positions, options, want_final, needs, max_bytes), *[inputs[j] for j in positions])
+            return _apply_eager((inputs, positions, options, want_final, needs, max_bytes), *[inputs[j] for j in positions])
         o, final, _ = _call.forward(inputs, options, want_final)
         return o, final
     transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None

@@ -13,7 +13,7 @@ struct PlannedCall {
   plan::DeviceCosts costs = plan::kH200;
   bool device_here = true;  // false: no such device, an H200 assumed
   const char* why = "";
-  size_t workspace = 0;  // CUDA: as the workspace query answers, or would where there is such a device
+  size_t workspace = 0;                 // CUDA: as the workspace query answers, or would where there is such a device
   int64_t range_slots = 0, ranges = 1;  // chunk slots taken at a time (plan/ranges.hpp); one range: all of them
 };
 
