@@ -555,21 +555,3 @@ def test_graph_capture_serves_any_boundaries(device: Device) -> None:
         replayed = {"o": o, "ht": ht, **dict(zip(names, grads))}
         assert_equal({n: x.clone() for n, x in replayed.items()}, run(inputs, do, dht, cu_seqlens=cu))
         assert_close(replayed, reference(inputs, do, dht, cu_seqlens=boundaries), device.dtype)
-
-
-@pytest.mark.br(83)
-def test_second_device(device: Device) -> None:
-    _cuda(device)
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices")
-    inputs = device.inputs(200)
-    do, dht = upstream(inputs)
-    first = run(inputs, do, dht)
-    other = {n: x.to("cuda:1") for n, x in inputs.items()}
-    for _ in range(2):
-        second = run(other, do.to("cuda:1"), dht.to("cuda:1"))
-        assert torch.cuda.current_device() == 0
-        assert_equal({n: x.to("cuda:0") for n, x in second.items()}, first)
-        assert_equal(run(inputs, do, dht), first)
-    with pytest.raises(ValueError, match="expected on q's device"):
-        qla.chunk_gated_delta_rule(**{**inputs, "k": other["k"]})
