@@ -4,13 +4,14 @@
 //   factors; dq, dk of the raw rows: u - r^2 x <x, u>, where u = r * (gradient of the normalised row), once at the store.
 //
 // Roles      warps  regs  owns                       per value head
-//   query    0-3    224   dQ 64 x 128 fp32           dQ += q_scale (dO S^T), a_i of q; J, Q K^T, scores -> M = dP with norms; dQ
-//   += M K key      4-7    224   dK 64 x 128 fp32           dK += -k_scale (dR S^T) + e_scale (Delta dS+^T), a_i, e'_i of k; Z, K
-//   K^T,
+//   query    0-3    224   dQ 64 x 128 fp32           dQ += q_scale (dO S^T), a_i of q; J, Q K^T, scores -> M = dP with norms;
+//                                                    dQ += M K
+//   key      4-7    224   dK 64 x 128 fp32           dK += -k_scale (dR S^T) + e_scale (Delta dS+^T), a_i, e'_i of k; Z, K K^T,
 //                                                    scores -> X; dK += (X + X^T) K + M^T Q
-//   load     8       56   -                          issues all loads but K, Q
-//   finish   9       56   -                          (B11) and (B10) from the parts of the others, stores dg, dbeta; loads K, Q
-//   of the next item dot     10-11    56   -                          <S, dS+>
+//   dot      8-9    56    -                          <S, dS+>; beside the product warps that have the fewest blocks
+//   load     10     56    -                          issues all loads but K, Q
+//   finish   11     56    -                          (B11) and (B10) from the parts of the others, stores dg, dbeta; loads K, Q of
+//                                                    the next item
 //
 // Edges              from -> to                   count        guards
 //   kq               finish -> query, key         1 + tx / 8   s_kq: K, Q of an item
@@ -52,15 +53,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
   if (warp < 8) {
     ptx::setmaxnreg_inc<kRegsProduct>();
-    product_role<T>(p, w, warp >= 4);
+    product_role<T>(p, w, __any_sync(~0u, warp >= 4));
   } else {
     ptx::setmaxnreg_dec<kRegsAux>();
-    if (warp == 8) {
+    if (warp == 10) {
       if (w.lane == 0) load_role(p, maps, w);
-    } else if (warp == 9) {
+    } else if (warp == 11) {
       finish_role<T>(p, maps, w);
     } else {
-      w.warp = warp - 10;
+      w.warp = warp - 8;
       dot_role<T>(p, w);
     }
   }

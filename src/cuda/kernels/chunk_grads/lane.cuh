@@ -35,12 +35,14 @@ struct Maps {
   CUtensorMap k, q, d_o, d_v;
 };
 
-// The items of a CTA in order, the same for every role.
+// The items of a CTA in order, the same for every role: chunks from both ends in turn. The passes have written S of the last ones and
+// dS+ of the first ones last, and some of that is in L2 still.
 struct Item {
   int index, rows;
   __device__ __forceinline__ explicit Item(const Params& p) : index(int(blockIdx.x) - int(gridDim.x)), rows(0) {}
   __device__ __forceinline__ int slot(const Params& p) const {
-    return p.first_slot + int(uint32_t(index) / uint32_t(p.num_k_heads));
+    const int n = int(uint32_t(index) / uint32_t(p.num_k_heads));
+    return p.first_slot + (n % 2 ? p.num_slots - 1 - n / 2 : n / 2);
   }
   __device__ __forceinline__ int k_head(const Params& p) const { return int(uint32_t(index) % uint32_t(p.num_k_heads)); }
   __device__ __forceinline__ int token(const Params& p) const {

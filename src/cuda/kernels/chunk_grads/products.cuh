@@ -79,7 +79,7 @@ __device__ __forceinline__ void product_snapshot(float (&h)[32], uint32_t left, 
     const uint64_t a = k_major(left + half * (kTile / 2)), b = mn_major(snapshot + half * kTile + panel * (kTile / 2));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++) ptx::wgmma_ss<T, 1>(h, a + bytes(k * 32), b + bytes(k * 2048), half + k ? 1 : overwrite);
+    for (int k = 0; k < 4; k++) ptx::wgmma_ss<T, 1>(h, advance(a, k * 32), advance(b, k * 2048), half + k ? 1 : overwrite);
   }
   ptx::wgmma_commit();
 }

@@ -35,13 +35,13 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
         zero_rows(s_left, it.rows, thread);
         ptx::named_sync(2 + key, 128);
       }
+      // (B7) HQ | HK, then HE without its tail, then (B5) J | (B6) Z: each half of the features is absorbed under the next product
       float h0[32], h1[32];
+      product_snapshot<T>(h0, s_left, w.s_state(0), 0, w, kState0, true);
 #pragma unroll 1
-      for (int pass = 0; pass <= int(key); pass++) {  // (B7) HQ | HK, then HE without its tail
+      for (int pass = 0; pass <= int(key); pass++) {
         const Pair pair = pass ? kDState0 : kState0;
-        const uint32_t snapshot = pass ? w.s_d_state(0) : w.s_state(0), left = pass ? s_delta : s_left;
-        product_snapshot<T>(h0, left, snapshot, 0, w, pair, true);
-        product_snapshot<T>(h1, left, snapshot, 1, w, pair, false);
+        product_snapshot<T>(h1, pass ? s_delta : s_left, pass ? w.s_d_state(0) : w.s_state(0), 1, w, pair, false);
         if (pass == 0) {
           if (head == 0) wait_kq(w, w.n / uint32_t(p.group), s_rows, it, thread);
           w.wait_full2(kVec0);
@@ -53,7 +53,14 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
         if (key && pass == 0) factor[0] = -factor[0], factor[1] = -factor[1];
         ptx::wgmma_wait<1>();
         absorb<T>(sum, h0, 0, factor, s_rows, w.warp, w.lane, dot);  // (B8), (B9)
-        ptx::wgmma_wait();
+        if (pass < int(key)) {
+          product_snapshot<T>(h0, s_delta, w.s_d_state(0), 0, w, kDState0, true);
+        } else {
+          ptx::wgmma_fence();
+          product_tokens<T>(h0, s_left, s_delta);
+          ptx::wgmma_commit();
+        }
+        ptx::wgmma_wait<1>();
         w.arrive(w.empty(pair));
         w.arrive(w.empty(pair + 1));
         absorb<T>(sum, h1, 1, factor, s_rows, w.warp, w.lane, dot);
@@ -64,10 +71,9 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
           factor[1] = exp2_approx(g_last - factor[1]) * norm[1];
         }
         store_row_sums(part + (pass ? kXe : key ? kXaK : kXaQ) * 4, factor[0] * dot[0], factor[1] * dot[1], row, w.lane);
+        ptx::wgmma_wait();  // none is in flight where the loop closes
       }
       float(&scored)[32] = h0, (&products)[32] = h1;
-      ptx::wgmma_fence();
-      product_tokens<T>(scored, s_left, s_delta);  // (B5) J | (B6) Z
       ptx::wgmma_fence();
       product_tokens<T>(products, s_rows, s_k);  // Q K^T | K K^T
       ptx::wgmma_commit();
