@@ -23,7 +23,7 @@ DTYPES = {
 
 
 CHUNK = 64
-# CUDA's qla_gdn_forward_saved, a chunk slot and value head (Abar's tile and the gate vectors): the fake operator needs the size as an
+# CUDA's qla_gdn_forward_saved, a chunk slot and value head (Abar's tile, the gate vectors, and a float): the fake operator needs the size as an
 # expression of symbolic shapes. The operator compares it with the library's answer at every call.
 SAVED_RECORD_BYTES = 5120 + 2048
 
@@ -191,7 +191,8 @@ def saved_bytes(q: Tensor, v: Tensor, cu: Tensor | None) -> Any:
     if not q.is_cuda:
         return 0
     sequences = q.shape[0] if cu is None else cu.shape[0] - 1
-    return (q.shape[0] * q.shape[1] // CHUNK + sequences) * v.shape[2] * SAVED_RECORD_BYTES
+    records = (q.shape[0] * q.shape[1] // CHUNK + sequences) * v.shape[2]
+    return records * SAVED_RECORD_BYTES + (records + 63) // 64 * 256
 
 
 def final_shape(q: Tensor, v: Tensor, cu: Tensor | None, flags: int) -> tuple[int, ...]:

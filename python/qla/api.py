@@ -20,7 +20,6 @@ from qla._plan import Plan
 __all__ = ["NotSupportedError", "QlaError", "can_implement", "chunk_gated_delta_rule"]
 
 log = logging.getLogger("qla")
-_any_autocast = torch._C._is_any_autocast_enabled
 _VALIDATE = _ffi.FLAG_VALIDATE if os.environ.get("QLA_VALIDATE", "0") not in ("", "0") else 0
 
 
@@ -165,9 +164,7 @@ def _prepare(
     call.max_bytes = 0
     if backward_mib is not None:
         if backward_mib < 0:
-            raise ValueError(
-                f"backward_mib: expected 0 (as little as possible) or more MiB, got {backward_mib}; None is the default"
-            )
+            raise ValueError(f"backward_mib: expected 0 (as little as possible) or more MiB, got {backward_mib}; None is the default")
         call.max_bytes = max(1, int(backward_mib) << 20)
     if call.needs:
         for name, given in (("out", out), ("state_indices", state_indices), ("state_checkpoints", state_checkpoints)):
@@ -254,23 +251,6 @@ def chunk_gated_delta_rule(
         NotSupportedError (a NotImplementedError and a ValueError): valid, but this device or build has no kernel for it. Raised at
         forward also for what backward could not do when gradients are needed.
     """
-    rare = kwargs or use_gate_in_kernel or allow_neg_eigval or checkpoint_every_n_tokens or auto_cp is not True
-    if not rare and (
-        cp_context is None and cu_seqlens_cpu is None and deterministic is None and out is None and state_indices is None
-        and state_checkpoints is None and backward_mib is None and not _any_autocast()
-    ):  # fmt: skip
-        # most calls: what _prepare does, without looking at what is not there (host cost: decision 0030)
-        flags = _VALIDATE
-        if use_qk_l2norm_in_kernel:
-            flags |= _ffi.FLAG_QK_L2NORM
-        if use_beta_sigmoid_in_kernel:
-            flags |= _ffi.FLAG_BETA_SIGMOID
-        if state_v_first:
-            flags |= _ffi.FLAG_STATE_V_FIRST
-        inputs = (q, k, v, g, beta, initial_state, cu_seqlens, None, None, has_initial_state, None)
-        if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(beta, Tensor):
-            options = (None if scale is None else float(scale), flags, _ffi.CP_AUTO, 0, None)
-            return ops.gdn_forward(inputs, options, bool(output_final_state), ops.needs_grad(inputs))
     call = _prepare(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, use_gate_in_kernel, A_log, dt_bias, auto_cp, deterministic,

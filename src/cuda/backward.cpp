@@ -1,6 +1,6 @@
-// The CUDA backward: plan -> intra-chunk stage -> for each range of chunks from the last to the first: state and reverse pass in
-// one launch, then the chunks' gradients. One range where the workspace has room for every chunk's snapshots; else a pass ahead
-// leaves the states at the ranges' starts. With one range, sequences may be cut into segments: then items from the gates ->
+// The CUDA backward: plan -> intra-chunk stage, unless forward kept what it makes -> for each range of chunks from the last to the
+// first: state and reverse pass in one launch, then the chunks' gradients. One range where the workspace has room for every chunk's
+// snapshots; else a pass ahead leaves the states at the ranges' starts. With one range, sequences may be cut into segments: then items from the gates ->
 // passes that need no merge -> merges -> passes from merged states. Nothing here allocates, synchronises or asks the device
 // anything; the first call on a device loads the kernels (qla_prepare does it ahead).
 #include <algorithm>
@@ -138,16 +138,14 @@ segments::Args plan_args(const qla_gdn_backward_args& args, const Problem& p, co
   return a;
 }
 
-intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, const BackwardBuffers& b, const Device& device) {
+intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, const BackwardBuffers& b, const Device& device,
+                       bool cut) {
   intra::Args a = cuda::intra_args(args, p, p.chunk_slots(), device);
   a.chunk_table = b.chunk_table;
-  a.pg = b.pg;
-  if (!present(args.saved)) {  // else forward has left Abar and the vectors there
-    a.abar = b.saved.abar;
-    a.vec = b.saved.vec;
-    a.vec_backward = 1;
-  }
-  a.decay = b.decay;
+  a.abar = b.saved.abar;
+  a.vec = b.saved.vec;
+  a.vec_backward = 1;
+  if (cut) a.decay = b.saved.decay;
   return a;
 }
 
@@ -199,9 +197,9 @@ backward_passes::Params pass_params(const Run& r, int64_t first, int64_t end) {
   a.num_v_heads = int32_t(r.p.num_v_heads);
   a.rows_per_batch = int32_t(std::max<int64_t>(1, r.p.tokens));
   a.boundary_slots = int32_t(r.range_slots);
+  a.scale = float(r.p.scale);
   a.mask_dh0 = present(r.args.has_initial_state);
   a.abar = r.b.saved.abar;
-  a.pg = r.b.pg;
   a.vec = r.b.saved.vec;
   a.state = r.b.state;
   a.d_state = r.b.d_state;
@@ -232,7 +230,8 @@ void run_cut_passes(const Run& r) {
   segments::PassCutArgs c{};
   c.plan = plan_args(r.args, r.p, r.b);
   c.rule = r.cut.rule;
-  c.decay = r.b.decay;
+  c.decay = r.b.saved.decay;
+  c.early = present(r.args.saved);
   c.has_final = present(r.args.d_final_state);
   c.wants_dh0 = present(r.args.d_initial_state);
   c.most_states = int32_t(r.cut.end_states);
@@ -266,7 +265,23 @@ void run_cut_passes(const Run& r) {
   launch_passes(r, a);
 }
 
-void run_chunk_grads(const Run& r, int64_t first, int64_t end) {
+backward_rows::PaddingArgs padding_args(const Run& r) {
+  const qla_tensor* gradients[backward_rows::kMostViews] = {&r.args.dq, &r.args.dk, &r.args.dv, &r.args.dg, &r.args.dbeta};
+  backward_rows::PaddingArgs a{};
+  a.header = r.b.header;
+  a.tokens = r.p.tokens;
+  for (int i = 0; i < backward_rows::kMostViews; i++) a.views[i] = rows_view(*gradients[i]);
+  return a;
+}
+
+// whether dV is copied to the caller's at the end, padding and all
+bool copies_dv(const Run& r, const BackwardNeeds& needs) { return needs.scratch_dv && present(r.args.dv); }
+// .. and whether chunk_grads, in its last launch, zeroes the padding: a launch less
+bool pads_inside(const Run& r, const BackwardNeeds& needs) {
+  return r.p.varlen && wants_chunk_gradients(r.args) && !copies_dv(r, needs);
+}
+
+void run_chunk_grads(const Run& r, int64_t first, int64_t end, bool pad) {
   const uint32_t flags = r.args.flags;
   chunk_grads::Params a{};
   a.chunks = r.b.chunk_table;
@@ -293,11 +308,12 @@ void run_chunk_grads(const Run& r, int64_t first, int64_t end) {
   if (flags & QLA_FLAG_BETA_SIGMOID) a.beta_logits = input_view(gate_view(r.args.beta));
   a.beta_max = flags & QLA_FLAG_NEG_EIGVAL ? 2.f : 1.f;
   a.gate_partials = r.b.gate_partials;
+  if (pad) a.padding = padding_args(r);
   check_cuda(chunk_grads::launch(r.k, r.q, r.d_o, r.dv, a, r.p.dtype, r.device.multiprocessors, r.stream), "chunk_grads");
 }
 
 void finish(const Run& r, const BackwardNeeds& needs) {
-  if (needs.scratch_dv && present(r.args.dv)) {
+  if (copies_dv(r, needs)) {
     backward_rows::CopyArgs c{};
     c.from = own_view(r.b.dv, r.p);
     c.to = rows_view(r.args.dv);
@@ -305,14 +321,8 @@ void finish(const Run& r, const BackwardNeeds& needs) {
     c.tokens = r.p.tokens;
     check_cuda(backward_rows::launch_copy(c, r.stream), "copy_rows");
   }
-  if (r.p.varlen) {
-    const qla_tensor* gradients[backward_rows::kMostViews] = {&r.args.dq, &r.args.dk, &r.args.dv, &r.args.dg, &r.args.dbeta};
-    backward_rows::PaddingArgs a{};
-    a.header = r.b.header;
-    a.tokens = r.p.tokens;
-    for (int i = 0; i < backward_rows::kMostViews; i++) a.views[i] = rows_view(*gradients[i]);
-    check_cuda(backward_rows::launch_padding(a, r.device.multiprocessors, r.stream), "zero_padding");
-  }
+  if (r.p.varlen && !pads_inside(r, needs))
+    check_cuda(backward_rows::launch_padding(padding_args(r), r.device.multiprocessors, r.stream), "zero_padding");
 }
 
 void reduce_gate(const Run& r) {
@@ -371,13 +381,16 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
 
   if (p.validate_values && p.varlen) check_boundaries_in_memory(args.cu_seqlens, p.tokens, r.stream);
   const bool rows = p.total_tokens() > 0;
-  const bool inside = rows && direct_plan(p, 1, device);  // chunk_intra makes the tables
+  const bool kept = needs.saved != nullptr;                       // by forward: there is no intra-chunk stage
+  const bool inside = rows && !kept && direct_plan(p, 1, device);  // chunk_intra makes the tables
   if (!inside) check_cuda(segments::launch(plan_args(args, p, b), device.multiprocessors, r.stream), "plan_segments");
   if (rows) {
     make_maps(r, needs);
-    intra::Args intra = intra_args(args, p, b, device);
-    if (inside) intra.plan = plan_args(args, p, b), intra.makes_plan = 1;
-    check_cuda(intra::launch(p.dtype, r.k, r.q, intra, device.multiprocessors, !inside, r.stream), "chunk_intra");
+    if (!kept) {
+      intra::Args intra = intra_args(args, p, b, device, cut.units > 0);
+      if (inside) intra.plan = plan_args(args, p, b), intra.makes_plan = 1;
+      check_cuda(intra::launch(p.dtype, r.k, r.q, intra, device.multiprocessors, !inside, r.stream), "chunk_intra");
+    }
     if (needs.copy_d_o) copy_d_o(r);
   }
   const int64_t slots = p.chunk_slots(), ranges = num_ranges(p, range_slots);
@@ -389,7 +402,7 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
       run_cut_passes(r);
     else
       run_passes(r, first, end, backward_passes::kBoth, parity);
-    if (rows && wants_chunk_gradients(args)) run_chunk_grads(r, first, end);
+    if (rows && wants_chunk_gradients(args)) run_chunk_grads(r, first, end, range == 0 && pads_inside(r, needs));
   }
   if (rows) finish(r, needs);
   if (needs.gate_partials) reduce_gate(r);

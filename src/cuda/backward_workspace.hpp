@@ -43,7 +43,6 @@ struct BackwardBuffers {
   PlanHeader* header;
   WorkItem* items;
   ChunkRecord* chunk_table;
-  uint8_t* pg;
   Saved saved;
   uint8_t *state, *d_state, *delta;  // of one range
   uint16_t *d_o, *dv;                // [B, T, HV, 128]
@@ -51,7 +50,6 @@ struct BackwardBuffers {
   float* boundary;                   // [ranges][HV][V][K]
   float* carry[2];                   // [HV][V][K]
   // context parallelism; never with more than one range
-  float* decay;  // [slots][HV]
   PassCounts* counts;
   PassItem *first, *second;
   PassChain* chains;
@@ -70,7 +68,6 @@ inline BackwardBuffers lay_out_backward(void* base, const Problem& p, const Back
   b.header = layout.take<PlanHeader>(1);
   b.items = layout.take<WorkItem>(p.num_seqs * heads);
   b.chunk_table = layout.take<ChunkRecord>(slots);
-  b.pg = layout.take<uint8_t>(slots * heads * kTileBytes);
   if (needs.saved) {
     b.saved = lay_out_saved(needs.saved, p);
   } else {
@@ -87,7 +84,6 @@ inline BackwardBuffers lay_out_backward(void* base, const Problem& p, const Back
   b.boundary = layout.take<float>(ranges > 1 ? ranges * state : 0);
   for (float*& carry : b.carry) carry = layout.take<float>(ranges > 1 ? state : 0);
   if (cut.units > 0) {
-    b.decay = layout.take<float>(slots * heads);
     b.counts = layout.take<PassCounts>(1);
     b.first = layout.take<PassItem>(cut.first());
     b.second = layout.take<PassItem>(cut.second());

@@ -157,7 +157,7 @@ segments::CutArgs cut_args(const Run& r) {
   segments::CutArgs a{};
   a.plan = plan_args(r);
   a.rule = r.plan.choice.rule;
-  a.decay = b.decay;
+  a.decay = present(r.args.saved) && !cuts_early(r) ? b.saved.decay : b.decay;
   const int64_t intra_ctas = r.slots * r.p.num_k_heads * intra_parts(r.p, r.slots, r.device);
   a.early = cuts_early(r);
   a.rehearse = a.early || intra_ctas <= 2 * multiprocessors || intra_ctas > int64_t(intra::kCtasPerSm) * multiprocessors;
@@ -181,7 +181,7 @@ intra::Args intra_args(const Run& r) {
   a.abar = r.b.saved.abar;
   a.pg = r.b.pg;
   a.vec = r.b.saved.vec;
-  a.decay = r.b.decay;
+  if (present(args.saved) || r.plan.counts.cut) a.decay = r.b.saved.decay;
   a.vec_backward = present(args.saved) || present(args.g_cumsum) || present(args.q_rnorm) || present(args.k_rnorm);
   return a;
 }
@@ -321,11 +321,12 @@ void run_range(const Run& r) {
     }
     if (early) {
       const qla_tensor& k = r.args.k;
-      const decay::Args sums{intra, k.data, {k.stride[0], k.stride[1], k.stride[2]}};
+      decay::Args sums{intra, k.data, {k.stride[0], k.stride[1], k.stride[2]}};
+      sums.intra.decay = r.b.decay;
       check_cuda(decay::launch(r.p.dtype, sums, multiprocessors, r.stream), "chunk_decay");
       segments::CutArgs cut = cut_args(r);
       check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
-      intra.decay = nullptr;
+      if (!present(r.args.saved)) intra.decay = nullptr;  // what is saved comes from one kernel, early or not
       intra.spare = 2;  // room for cut_items
     }
     check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside, r.stream), "chunk_intra");
@@ -395,6 +396,7 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
     if (saves) {
       r.b.saved.abar = saved.abar + r.first_slot * p.num_v_heads * kTileBytes;
       r.b.saved.vec = saved.vec + r.first_slot * p.num_v_heads * kVecFloats;
+      r.b.saved.decay = saved.decay + r.first_slot * p.num_v_heads;
     }
     run_range(r);
   }

@@ -10,10 +10,12 @@
 
 namespace qla::cuda {
 
-// `saved`: opaque to the caller. Abar (F3) and the whole vector records of every chunk, by slot and value head.
+// `saved`: opaque to the caller. By slot and value head: Abar (F3), the whole vector record, and the sum of ghat (C4) that backward's
+// cuts look at.
 struct Saved {
   uint8_t* abar;
   float* vec;
+  float* decay;
   size_t bytes;
 };
 inline Saved lay_out_saved(void* base, int64_t slots, int64_t v_heads) {
@@ -21,6 +23,7 @@ inline Saved lay_out_saved(void* base, int64_t slots, int64_t v_heads) {
   Saved s;
   s.abar = layout.take<uint8_t>(slots * v_heads * kTileBytes);
   s.vec = layout.take<float>(slots * v_heads * kVecFloats);
+  s.decay = layout.take<float>(slots * v_heads);
   s.bytes = layout.bytes();
   return s;
 }
@@ -33,7 +36,7 @@ struct ForwardBuffers {
   uint8_t* pg;
   float* gates;  // the fused form's vectors, by slot and value head
   // context parallelism
-  float* decay;  // [slot][HV]
+  float* decay;  // [slot][HV]: what cuts look at; where they run early and forward saves, not what is saved
   PlanHeader* pre_header;
   WorkItem* pre_items;
   MergeChain* chains;
@@ -65,7 +68,7 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   }
   b.pg = layout.take<uint8_t>(n.range_slots * p.num_v_heads * kTileBytes);
   if (n.cut) {
-    b.decay = layout.take<float>(n.range_slots * p.num_v_heads);
+    if (saved_given) b.decay = layout.take<float>(n.range_slots * p.num_v_heads);
     b.pre_header = layout.take<PlanHeader>(1);
     b.pre_items = layout.take<WorkItem>(2 * n.end_states * n.pre_v_parts);
     b.chains = layout.take<MergeChain>(p.num_seqs * p.num_v_heads);
@@ -78,6 +81,7 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   if (!saved_given) {
     void* inside = layout.take<uint8_t>(int64_t(lay_out_saved(nullptr, n.range_slots, p.num_v_heads).bytes));
     b.saved = lay_out_saved(inside, n.range_slots, p.num_v_heads);
+    b.decay = b.saved.decay;
   }
   b.bytes = layout.bytes();
   return b;

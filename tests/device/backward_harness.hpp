@@ -174,12 +174,11 @@ std::vector<T> token_tiles(const Problem& p, const std::vector<cuda::ChunkRecord
   return r;
 }
 
-// Abar (F3) and Pg (F6) diag(beta) of every chunk and head, compact tiles
+// Abar (F3) of every chunk and head, compact tiles
 template <typename T>
-void intra_tiles(const Problem& p, const std::vector<cuda::ChunkRecord>& chunks, std::vector<T>& abar, std::vector<T>& pg) {
+void abar_tiles(const Problem& p, const std::vector<cuda::ChunkRecord>& chunks, std::vector<T>& abar) {
   constexpr int kElements = cuda::kTileBytes / 2;
   abar.assign(chunks.size() * p.c.hv * kElements, T(0.f));
-  pg = abar;
   std::vector<double> M(kRows * kRows), A(kRows * kRows);
   for (size_t s = 0; s < chunks.size(); s++)
     for (int h = 0; h < p.c.hv && chunks[s].rows; h++) {
@@ -190,29 +189,25 @@ void intra_tiles(const Problem& p, const std::vector<cuda::ChunkRecord>& chunks,
         g[i] = i < rows ? gates_of(p, t0 + i, h) : Gates{0, 0, 0, 0};
         cum[i] = sum += g[i].g;
       }
-      auto put = [&](std::vector<T>& tiles, int i, int j, double x) {
+      auto put = [&](int i, int j, double x) {
         const int panel = j / 16, row = i - 16 * panel;
         const uint32_t at = cuda::panel_offset(panel) + cuda::swizzle_32(row * 32 + j % 16 * 2);
-        tiles[(s * p.c.hv + h) * kElements + at / 2] = T(float(x));
+        abar[(s * p.c.hv + h) * kElements + at / 2] = T(float(x));
       };
       for (int i = 0; i < kRows; i++)
         for (int j = 0; j <= i; j++) {
-          double kk = 0, qk = 0;
+          double kk = 0;
           if (i < rows)
-            for (int f = 0; f < kDim; f++) {
-              kk += p.k[p.qk_at(t0 + i, hk) + f] * p.k[p.qk_at(t0 + j, hk) + f];
-              qk += p.q[p.qk_at(t0 + i, hk) + f] * p.k[p.qk_at(t0 + j, hk) + f];
-            }
+            for (int f = 0; f < kDim; f++) kk += p.k[p.qk_at(t0 + i, hk) + f] * p.k[p.qk_at(t0 + j, hk) + f];
           const double G = std::exp(cum[i] - cum[j]), w = G * g[j].beta * g[j].rk;
           M[i * kRows + j] = i == j ? 1 : w * g[i].rk * kk;
-          put(pg, i, j, p.c.scale * w * g[i].rq * qk);
         }
       for (int j = 0; j < kRows; j++)
         for (int i = j; i < kRows; i++) {
           double x = i == j;
           for (int m = j; m < i; m++) x -= M[i * kRows + m] * A[m * kRows + j];
           A[i * kRows + j] = x;
-          put(abar, i, j, x);
+          put(i, j, x);
         }
     }
 }

@@ -254,16 +254,6 @@ void run(const Case& c, uint32_t seed) {
   const auto abar = r.abar.download(), pg = r.pg.download();
   const auto vec = r.vec.download();
   const auto a_inv = r.a_inv.download();
-  if (c.with_pg && !c.ungated) {  // what backward asks for where forward has kept the rest
-    Device<uint8_t> alone(pg.size());
-    intra::Args args = r.args;
-    args.pg = alone.get();
-    args.abar = nullptr;
-    args.vec = nullptr;
-    cuda_ok(intra::launch(dtype, r.map_k, r.map_q, args, multiprocessors(), false, nullptr), "launch of Pg alone");
-    cuda_ok(cudaDeviceSynchronize(), c.name.c_str());
-    check(alone.download() == pg && alone.guards_intact(), c.name + ": Pg alone has the same bits");
-  }
   const int H = c.num_k_heads, HV = p.heads_v;
   const double scale = r.args.scale;
   double worst_a = 0, worst_p = 0, worst_v = 0, largest = 0, largest_p = 0;

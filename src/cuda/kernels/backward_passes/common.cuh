@@ -34,6 +34,11 @@ __device__ __forceinline__ uint32_t out_empty_bar(uint32_t base, int buffer) {
   return base + kBars + 8 * (2 * kMaxStages + 2 + buffer);
 }
 
+// Pg of a reverse item's stage: pg -> product; the way back is the stage's own
+__device__ __forceinline__ uint32_t pg_bar(uint32_t base, int stage) { return base + kBars + 8 * (2 * kMaxStages + 4 + stage); }
+// rows past the end of a reverse item's highest chunk are zero: product -> pg, once
+__device__ __forceinline__ uint32_t tail_bar(uint32_t base) { return base + kBars + 8 * (3 * kMaxStages + 4); }
+
 // A thread's place in its warpgroup and the shared-memory addresses of its fragments.
 struct Lane {
   int lane, warp;
@@ -150,7 +155,7 @@ __device__ __forceinline__ void publish_output(uint32_t base, int i, int lane) {
 struct Source {
   int batch, token, slot, head;
 };
-// Abar or Pg: panels of the compact tile under standing zeros (formats.hpp); rank 0 sends panels 0 and 3, rank 1 panels 1 and 2,
+// Abar: panels of the compact tile under standing zeros (formats.hpp); rank 0 sends panels 0 and 3, rank 1 panels 1 and 2,
 // to both CTAs
 __device__ __forceinline__ void load_tile(uint32_t dst, const uint8_t* tiles, int64_t index, int rank, uint32_t bar) {
   const uint8_t* src = tiles + index * kTileBytes;
@@ -161,10 +166,9 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const uint8_t* tiles, in
   }
 }
 __device__ __forceinline__ void load_shared(const Params& p, const Source& c, uint32_t vec, uint32_t a, uint32_t k,
-                                            const CUtensorMap* map_k, int rank, uint32_t bar) {
+                                            const CUtensorMap* map_k, int rank, uint32_t bar, int vec_bytes) {
   const int64_t index = int64_t(c.slot) * p.num_v_heads + c.head;
-  ptx::bulk_load_multicast(vec + rank * (kVecBytesForward / 2), p.vec + index * kVecFloats + rank * (kVecBytesForward / 8),
-                           kVecBytesForward / 2, bar, 3);
+  ptx::bulk_load_multicast(vec + rank * (vec_bytes / 2), p.vec + index * kVecFloats + rank * (vec_bytes / 8), vec_bytes / 2, bar, 3);
   ptx::tensor_load_4d_multicast(k + rank * kPanel, map_k, 64 * rank, c.head / (p.num_v_heads / p.num_k_heads), c.token, c.batch,
                                 bar, 3);
   load_tile(a, p.abar, index, rank, bar);

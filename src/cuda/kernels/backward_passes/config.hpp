@@ -10,16 +10,19 @@ namespace qla::cuda::backward_passes {
 
 inline constexpr int kRows = 64, kDim = 128, kHalf = 64;  // tokens of a chunk; K = V; value columns of a CTA
 inline constexpr int kCluster = 2;                        // the two halves of V
-inline constexpr int kProductThreads = 128, kThreads = 192;
+inline constexpr int kProductThreads = 128, kPgThreads = 128, kThreads = 384;
+inline constexpr int kRegsProduct = 240, kRegsPg = 104, kRegsAux = 56;
+static_assert(kRegsProduct + kRegsPg + kRegsAux <= 65536 / kThreads / 8 * 8 * 3,
+              "setmaxnreg only redistributes what the launch reserved");
 
-// shared memory, bytes. State stage: K V Abar vec; reverse stage: K Q dO Abar Pg vec. Output buffers: snapshot, then Delta or dR.
+// shared memory, bytes. State stage: K V Abar vec; reverse stage: K Q dO Abar Pg vec (the whole record). Output buffers: snapshot, then Delta or dR.
 inline constexpr int kKiB = 1024;
 inline constexpr int kPanel = 8 * kKiB;  // 64 tokens x 64 columns
 inline constexpr int kSnapshotHalf = 16 * kKiB;
 inline constexpr int kStateV = 16 * kKiB, kStateA = 24 * kKiB, kStateVec = 32 * kKiB, kStateStage = 33 * kKiB, kStateStages = 5;
 inline constexpr int kReverseQ = 16 * kKiB, kReverseO = 32 * kKiB, kReverseA = 40 * kKiB, kReverseP = 48 * kKiB,
-                     kReverseVec = 56 * kKiB, kReverseStage = 57 * kKiB, kReverseStages = 3;
-inline constexpr int kOut = 171 * kKiB, kOutBuffer = 24 * kKiB, kBars = kOut + 2 * kOutBuffer, kSmemBytes = kBars + 128;
+                     kReverseVec = 56 * kKiB, kReverseStage = 58 * kKiB, kReverseStages = 3;
+inline constexpr int kOut = 174 * kKiB, kOutBuffer = 24 * kKiB, kBars = kOut + 2 * kOutBuffer, kSmemBytes = kBars + 256;
 static_assert(kStateStage * kStateStages <= kOut && kReverseStage * kReverseStages <= kOut && kSmemBytes <= 227 * kKiB,
               "shared memory");
 inline constexpr int kMaxStages = 5;
@@ -38,10 +41,10 @@ struct Params {
   int32_t num_k_heads, num_v_heads;
   int32_t rows_per_batch;  // tokens of a batch row, as the tensor maps see it
   int32_t boundary_slots;  // ranges begin at multiples of this; kStateOnly: the states there go to boundary[slot / this]
+  float scale;
   int32_t mask_dh0;        // dh0 of a sequence that does not start from the caller's state is 0
   const uint8_t* abar;     // [slot][HV][kTileBytes]
-  const uint8_t* pg;
-  const float* vec;  // [slot][HV][kVecFloats]
+  const float* vec;        // [slot][HV][kVecFloats]
   uint8_t* state;    // snapshots (formats.hpp)
   uint8_t* d_state;
   uint8_t* delta;

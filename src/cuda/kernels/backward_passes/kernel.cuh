@@ -1,30 +1,33 @@
 // backward_passes - the state pass (F4)(F5)(F8)(F9) and the reverse pass (B1)-(B4) as two kinds of work items in one launch:
 // neither needs the other.
 //   grid: a cluster an item; uncut, even clusters take state items, odd ones reverse items; cut, what the list says. The CTAs of
-//   a cluster are the two halves of V of one value head. What they share (K, Q, Abar, Pg, gate vectors) each loads a half of, for
+//   a cluster are the two halves of V of one value head. What they share (K, Q, Abar, gate vectors) each loads a half of, for
 //   both, by multicast.
 //
-// Roles      warps  owns                            per chunk
-//   product  0-3    S^T or dS^T, 64 x 128 fp32      state_item.cuh, reverse_item.cuh
-//   load     4      -                               lane 0 issues all loads
-//   store    5      -                               lane 0 issues all stores; rows of a tail chunk by all lanes
+// Roles      warps  regs  owns                        per chunk
+//   product  0-3    240   S^T or dS^T, 64 x 128 fp32  state_item.cuh, reverse_item.cuh
+//   pg       4-7    104   -                           reverse items: pg_role.cuh
+//   load     8      56    -                           lane 0 issues all loads
+//   store    9      56    -                           lane 0 issues all stores; rows of a tail chunk by all lanes
 //
 // Edges              from -> to                       count           guards
-//   full[stage]      load of both CTAs -> product     1 + tx          a stage's tiles
+//   full[stage]      load of both CTAs -> product, pg 1 + tx          a stage's tiles
+//   pg[stage]        pg -> product                    4 warps         the stage's Pg; freed with the stage
 //   empty[stage]     product of both CTAs -> load     2 x 4 warps     the same: a stage is filled in both CTAs at once
-//   named 1          product                          128             rows past the end zeroed; outputs of a chunk written before
-//   they are stored
+//   tail             product -> pg                    1               rows past the end zeroed (reverse)
+//   named 1          product                          128             the same, among the products
 // Outputs leave by bulk stores from two buffers; the one of chunk c is free once thread 0 has seen the group of c - 2 read
 // (before chunk c - 1's barrier).
 //
-// SMEM (KiB)      state item: 5 stages of 33                  reverse item: 3 stages of 57
-//   stage         K 16, V half 8, Abar 8, gate vectors 1      K 16, Q 16, dO half 8, Abar 8, Pg 8, gate vectors 1
+// SMEM (KiB)      state item: 5 stages of 33                  reverse item: 3 stages of 58
+//   stage         K 16, V half 8, Abar 8, gate vectors 1      K 16, Q 16, dO half 8, Abar 8, Pg 8, gate vectors 2
 //   output        2 x (S half 16, Delta half 8)               2 x (dS+ half 16, dR half 8)
-//   total         219 of 227. Abar and Pg: compact panels under zeros that are written once (formats.hpp).
+//   total         222 of 227. Abar: compact panels under zeros that are written once (formats.hpp); Pg likewise.
 //
 // Tail: K, Q, V, dO rows past the end are zeroed in shared memory; dV rows leave one by one.
 #pragma once
 
+#include "cuda/kernels/backward_passes/pg_role.cuh"
 #include "cuda/kernels/backward_passes/reverse_item.cuh"
 #include "cuda/kernels/backward_passes/state_item.cuh"
 
@@ -50,7 +53,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     for (int s = 0; s < stages; s++) {
       ptx::mbarrier_init(full_bar(base, s), 1);
       ptx::mbarrier_init(empty_bar(base, s), kCluster * kProductThreads / 32);
+      ptx::mbarrier_init(pg_bar(base, s), kPgThreads / 32);
     }
+    ptx::mbarrier_init(tail_bar(base), 1);
     for (int b = 0; b < 2; b++) {
       ptx::mbarrier_init(out_full_bar(base, b), kProductThreads / 32);
       ptx::mbarrier_init(out_empty_bar(base, b), 1);
@@ -69,25 +74,35 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
     it = make_item(p.items[p.kinds == kBoth ? cluster / 2 : cluster], p, reverse);
   }
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (it.chunks < 0) {
-    // nothing of this sequence in the range
-  } else if (warp < kProductThreads / 32) {
-    if (reverse)
+  const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;  // the same in all lanes, known to be
+  if (warp < 4) {
+    ptx::setmaxnreg_inc<kRegsProduct>();
+    if (it.chunks < 0) {
+      // nothing of this sequence in the range
+    } else if (reverse) {
       reverse_item<T>(p, it, base, rank);
-    else
+    } else {
       state_item<T>(p, it, base, rank);
-  } else if (warp == kProductThreads / 32) {
-    if (lane == 0) {
-      if (reverse)
-        load_reverse_item<T>(p, maps, it, base, rank);
-      else
-        load_state_item<T>(p, maps, it, base, rank);
     }
-  } else if (reverse) {
-    store_reverse_item(p, maps, it, base, rank, lane);
-  } else if (lane == 0) {
-    store_state_item(p, it, base, rank);
+  } else if (warp < 8) {
+    ptx::setmaxnreg_dec<kRegsPg>();
+    if (reverse) pg_role<T>(p, it, base);
+  } else {
+    ptx::setmaxnreg_dec<kRegsAux>();
+    if (it.chunks < 0) {
+    } else if (warp == 8) {
+      if (lane == 0) {
+        if (reverse)
+          load_reverse_item<T>(p, maps, it, base, rank);
+        else
+          load_state_item<T>(p, maps, it, base, rank);
+      }
+    } else if (warp == 9) {
+      if (reverse)
+        store_reverse_item(p, maps, it, base, rank, lane);
+      else if (lane == 0)
+        store_state_item(p, it, base, rank);
+    }
   }
   __syncwarp();
   ptx::cluster_arrive();  // nobody leaves while the other may still write to its shared memory or barriers

@@ -27,10 +27,11 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
         ptx::ldmatrix_x4_trans(l.transposed(st + kReverseO, j), f[4 * j], f[4 * j + 1], f[4 * j + 2], f[4 * j + 3]);
     };
     // Pg and Abar as rows of k: MN-major in the 32-byte swizzle, 16-column panels 2,048 bytes apart
-    auto tile_rows = [](uint32_t tile, int k) { return descriptor(tile + 512 * k, 2048, 256, 3); };
+    auto tile_rows = [](uint32_t tile) { return descriptor(tile, 2048, 256, 3); };  // k16 steps are 512 bytes apart
     auto product_p = [&](uint32_t st) {
+      const uint64_t pg = tile_rows(st + kReverseP);
 #pragma unroll
-      for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(pd, of + 4 * k, tile_rows(st + kReverseP, k), k > 0);
+      for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(pd, of + 4 * k, advance(pg, 512 * k), k > 0);
       ptx::wgmma_commit();
     };
     uint32_t sf[32];  // dS^T packed: nothing may be in flight where the loop closes (C7513), so packing ends the iteration
@@ -51,8 +52,10 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       zero_rows(base + kReverseO, 1, it.last_rows);
       ptx::proxy_fence();
       ptx::named_sync(1, kProductThreads);
+      if (threadIdx.x == 0) ptx::mbarrier_arrive(tail_bar(base));
     }
     load_do(base, of);
+    ptx::mbarrier_wait(pg_bar(base, 0), 0);
     ptx::wgmma_fence();
     product_p(base);
     pack_state(base, true);
@@ -64,10 +67,12 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       uint32_t og[16];
       float e[32];
       float2 g[8];
+      const uint64_t k_major = descriptor_k_major(st), k_rows = descriptor_mn_major(st, kPanel),
+                     q_rows = descriptor_mn_major(st + kReverseQ, kPanel), abar = tile_rows(st + kReverseA);
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 8; k++)
-        ptx::wgmma_rs<T, 0>(e, sf + 4 * k, descriptor_k_major(st + k / 4 * kPanel + k % 4 * 32), k > 0);  // (B1)
+        ptx::wgmma_rs<T, 0>(e, sf + 4 * k, advance(k_major, k / 4 * kPanel + k % 4 * 32), k > 0);  // (B1)
       ptx::wgmma_commit();
       load_do(st, og);
 #pragma unroll
@@ -82,7 +87,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 2; k++)
-        ptx::wgmma_rs<T, 1>(s, og + 4 * k, descriptor_mn_major(st + kReverseQ + k * 2048, kPanel), 1);  // (B4), Q
+        ptx::wgmma_rs<T, 1>(s, og + 4 * k, advance(q_rows, k * 2048), 1);  // (B4), Q
       ptx::wgmma_commit();
 #pragma unroll
       for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecE * 4 + n * 32);
@@ -101,10 +106,10 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       float r[32];
       ptx::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(r, df + 4 * k, tile_rows(st + kReverseA, k), k > 0);  // (B3)
+      for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(r, df + 4 * k, advance(abar, 512 * k), k > 0);  // (B3)
       ptx::wgmma_commit();
 #pragma unroll
-      for (int k = 2; k < 4; k++) ptx::wgmma_rs<T, 1>(s, og + 4 * k, descriptor_mn_major(st + kReverseQ + k * 2048, kPanel), 1);
+      for (int k = 2; k < 4; k++) ptx::wgmma_rs<T, 1>(s, og + 4 * k, advance(q_rows, k * 2048), 1);
       ptx::wgmma_commit();
       const int stage = ring.stage;
       const bool more = i + 1 < it.chunks;
@@ -123,8 +128,10 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       }
       ptx::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(s, rf + 4 * k, descriptor_mn_major(st + k * 2048, kPanel), 1);  // (B4), K
+      for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(s, rf + 4 * k, advance(k_rows, k * 2048), 1);  // (B4), K
       ptx::wgmma_commit();
+      if (more) ptx::mbarrier_wait(pg_bar(base, ring.stage), ring.phase);
+      ptx::wgmma_fence();
       product_p(next);
       pack_operand<T>(ro, r);
       if (stored >= 0) {
@@ -154,10 +161,9 @@ __device__ __forceinline__ void load_reverse_item(const Params& p, const Maps& m
     const Source src{batch, row + c * kRows, it.slot + c, it.v_head};
     const uint32_t bar = full_bar(base, ring.stage), st = base + ring.stage * kReverseStage;
     ptx::mbarrier_wait(empty_bar(base, ring.stage), ring.phase ^ 1);
-    ptx::mbarrier_arrive_expect(bar, 4 * kPanel + kPanel + 2 * kTileBytes + kVecBytesForward);
-    load_shared(p, src, st + kReverseVec, st + kReverseA, st, &maps.k, rank, bar);
+    ptx::mbarrier_arrive_expect(bar, 4 * kPanel + kPanel + kTileBytes + kVecFloats * 4);
+    load_shared(p, src, st + kReverseVec, st + kReverseA, st, &maps.k, rank, bar, kVecFloats * 4);
     ptx::tensor_load_4d(st + kReverseO, &maps.d_o, kHalf * rank, src.head, src.token, src.batch, bar);
-    load_tile(st + kReverseP, p.pg, int64_t(src.slot) * p.num_v_heads + src.head, rank, bar);
     ptx::tensor_load_4d_multicast(st + kReverseQ + rank * kPanel, &maps.q, 64 * rank, src.head / (p.num_v_heads / p.num_k_heads),
                                   src.token, src.batch, bar, 3);
     ring.advance();

@@ -42,9 +42,11 @@ __device__ __forceinline__ void state_item(const Params& p, const PassItem& it, 
     for (int i = 0; i < 64; i++) s[i] *= gamma_c;  // decayed before the products are issued (hopper.md section 6)
     ptx::pin(s);
     float acc[32], d[32];
+    const uint64_t k_major = descriptor_k_major(st), k_rows = descriptor_mn_major(st, kPanel),
+                   abar = descriptor_k_major_32(st + kStateA);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 8; k++) ptx::wgmma_rs<T, 0>(acc, sf + 4 * k, descriptor_k_major(st + k / 4 * kPanel + k % 4 * 32), k > 0);
+    for (int k = 0; k < 8; k++) ptx::wgmma_rs<T, 0>(acc, sf + 4 * k, advance(k_major, k / 4 * kPanel + k % 4 * 32), k > 0);
     ptx::wgmma_commit();
     uint32_t vt[16];
 #pragma unroll
@@ -73,7 +75,7 @@ __device__ __forceinline__ void state_item(const Params& p, const PassItem& it, 
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      ptx::wgmma_rs<T, 0>(d, rf + 4 * k, descriptor_k_major_32(st + kStateA + 2048 * k), k > 0);  // (F5) Delta^T
+      ptx::wgmma_rs<T, 0>(d, rf + 4 * k, advance(abar, 2048 * k), k > 0);  // (F5) Delta^T
     ptx::wgmma_commit();
 #pragma unroll
     for (int n = 0; n < 8; n++) ge[n] = ptx::lds2(vec + kVecE * 4 + n * 32);
@@ -86,7 +88,7 @@ __device__ __forceinline__ void state_item(const Params& p, const PassItem& it, 
     }
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(s, ef + 4 * k, descriptor_mn_major(st + k * 2048, kPanel), 1);  // (F9)
+    for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(s, ef + 4 * k, advance(k_rows, k * 2048), 1);  // (F9)
     ptx::wgmma_commit();
     if (stored >= 0) {
       uint32_t df[16];
@@ -114,7 +116,7 @@ __device__ __forceinline__ void load_state_item(const Params& p, const Maps& map
     const uint32_t bar = full_bar(base, ring.stage), st = base + ring.stage * kStateStage;
     ptx::mbarrier_wait(empty_bar(base, ring.stage), ring.phase ^ 1);
     ptx::mbarrier_arrive_expect(bar, (has_v ? 3 : 2) * kPanel + kTileBytes + kVecBytesForward);
-    load_shared(p, src, st + kStateVec, st + kStateA, st, &maps.k, rank, bar);
+    load_shared(p, src, st + kStateVec, st + kStateA, st, &maps.k, rank, bar, kVecBytesForward);
     if (has_v) ptx::tensor_load_4d(st + kStateV, &maps.v, kHalf * rank, src.head, src.token, src.batch, bar);
     ring.advance();
   }

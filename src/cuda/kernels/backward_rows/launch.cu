@@ -1,13 +1,13 @@
 // backward_rows - what the backward needs beside its three kernels:
 //   copy_rows      d_o that tensor copies cannot address -> contiguous 16 bit; dV in 16 bit -> the caller's type and strides
-//   zero_padding   gradients of the rows past the last sequence
+//   zero_padding   gradients of the rows past the last sequence, where chunk_grads does not do it
 //   reduce_gate    dA_log, ddt_bias from the chunks' shares: a CTA a head, strided sums, then a tree: the same bits every time
 #include "cuda/kernels/backward_rows/launch.hpp"
 
 #include <algorithm>
 
+#include "cuda/kernels/backward_rows/padding.cuh"
 #include "cuda/math/warp.cuh"
-#include "cuda/tile/pack.cuh"
 #include "qla/qla.h"
 
 namespace qla::cuda::backward_rows {
@@ -27,22 +27,6 @@ __device__ __forceinline__ float load(const View& v, int64_t at) {
       return __half2float(static_cast<const __half*>(v.data)[at]);
   }
 }
-__device__ __forceinline__ void store(const View& v, int64_t at, float x) {
-  switch (v.dtype) {
-    case QLA_FLOAT64:
-      static_cast<double*>(v.data)[at] = x;
-      break;
-    case QLA_FLOAT32:
-      static_cast<float*>(v.data)[at] = x;
-      break;
-    case QLA_BFLOAT16:
-      static_cast<__nv_bfloat16*>(v.data)[at] = __float2bfloat16_rn(x);
-      break;
-    default:
-      static_cast<__half*>(v.data)[at] = __float2half_rn(x);
-  }
-}
-
 // a thread: 8 neighbouring elements of a row
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ CopyArgs a) {
   const int per_row = a.to.width / 8;
@@ -59,18 +43,8 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Co
   for (int e = 0; e < 8; e++) store(a.to, to + e * a.to.stride[3], x[e]);
 }
 
-// a warp: a row of one head after the other
 __global__ void __launch_bounds__(kThreads) zero_padding(const __grid_constant__ PaddingArgs a) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int64_t token = a.header->end_token + blockIdx.x; token < a.tokens; token += gridDim.x)
-#pragma unroll
-    for (int v = 0; v < kMostViews; v++) {
-      const View& view = a.views[v];
-      if (view.data == nullptr) continue;
-      for (int head = warp; head < view.heads; head += kThreads / 32)
-        for (int e = lane; e < view.width; e += 32)
-          store(view, token * view.stride[1] + head * view.stride[2] + e * view.stride[3], 0.f);
-    }
+  zero_padding_rows(a, threadIdx.x / 32, kThreads / 32, threadIdx.x % 32);
 }
 
 __global__ void __launch_bounds__(kThreads) reduce_gate(const __grid_constant__ ReduceArgs a) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/formats.hpp"
+#include "cuda/kernels/backward_rows/config.hpp"
 
 namespace qla::cuda::chunk_grads {
 
@@ -54,6 +55,7 @@ struct Params {
   InputView raw_gate, a_log, dt_bias, beta_logits;
   float beta_max;        // 1, or 2 with negative eigenvalues
   float* gate_partials;  // [slots][HV][2]: this chunk's share of dA_log and ddt_bias; nullptr: not wanted
+  backward_rows::PaddingArgs padding;  // rows to zero; header = nullptr: none
 };
 
 }  // namespace qla::cuda::chunk_grads

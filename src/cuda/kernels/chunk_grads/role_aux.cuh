@@ -1,6 +1,7 @@
 // chunk_grads: the single-warp roles: loads, <S, dS+>, and the finisher of dg and dbeta.
 #pragma once
 
+#include "cuda/kernels/backward_rows/padding.cuh"
 #include "cuda/kernels/chunk_grads/lane.cuh"
 #include "cuda/kernels/chunk_grads/scores.cuh"
 #include "cuda/kernels/chunk_grads/store.cuh"
@@ -75,7 +76,7 @@ __device__ __forceinline__ void load_role(const Params& p, const Maps& maps, Lan
   }
 }
 
-// <S, dS+> of a head: the two tiles lie alike, so their layout does not matter
+// <S, dS+> of a head: the two tiles lie alike, so their layout does not matter. At the end the rows past the last sequence.
 template <typename T>
 __device__ __forceinline__ void dot_role(const Params& p, Lane w) {
   for (Item it(p); it.next(p);)
@@ -104,6 +105,7 @@ __device__ __forceinline__ void dot_role(const Params& p, Lane w) {
       if (w.lane == 0) ptx::sts(w.s_part() + (kXdot + w.warp) * 4, total);
       w.arrive(w.full(kPart0 + w.n % 2));
     }
+  if (p.padding.header != nullptr) backward_rows::zero_padding_rows(p.padding, w.warp, 2, w.lane);
 }
 
 // derivatives of the raw gate and of the beta logits, from the inputs as the caller gave them

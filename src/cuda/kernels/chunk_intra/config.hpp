@@ -34,8 +34,8 @@ struct Args {
   float scale;
   View g, beta;          // [B, T, HV]; g may be absent
   View a_log, dt_bias;   // [HV] (stride[2]) with QLA_FLAG_RAW_GATE; dt_bias may be absent
-  uint8_t* abar;         // [slot][HV][kTileBytes], or nullptr: Pg (and decay) alone
-  uint8_t* pg;           // the same, or nullptr
+  uint8_t* abar;         // [slot][HV][kTileBytes]
+  uint8_t* pg;           // the same, or nullptr: not written
   float* vec;            // [slot][HV][kVecFloats]; nullptr: not written
   int32_t vec_backward;  // 1: part B of the records, too
   float* decay;          // [slot][HV] sum of ghat (C4) over the chunk, or nullptr; NaN where k, g or beta is not finite

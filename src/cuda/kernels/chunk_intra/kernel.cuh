@@ -1,5 +1,5 @@
-// chunk_intra<T, WithPg, Gated, WithAbar> - the intra-chunk stage, which depends on no state.   Computes (F0)-(F3), (F6); Gated =
-// false: (F2). WithAbar = false: Pg alone (backward, where forward has kept the rest).
+// chunk_intra<T, WithPg, Gated> - the intra-chunk stage, which depends on no state.   Computes (F0)-(F3), (F6); Gated =
+// false: (F2).
 //   For every chunk and value head: Abar and Pg as tiles, the gate vectors (formats.hpp). The inverse is that of
 //   I + (G o L) diag(beta) (gate inside), or of I + diag(beta) L for the ungated A.
 //   grid: persistent, three CTAs a SM; an item = (chunk slot, up to four value heads of one q/k head): K [K;Q]^T once an item.
@@ -310,43 +310,6 @@ __device__ __forceinline__ void gate_and_diagonals(const float (&acc)[Regs], con
   ptx::named_sync(2, kThreads);
 }
 
-// Pg alone: this warp's blocks of the columns
-template <typename T, int W>
-__device__ __forceinline__ void pg_blocks(const float (&acc)[64], const Head& x) {
-  float2 c_j{}, beta_j;
-  row_gates<W, true>(x, c_j, beta_j);
-  float u[8], e[8];
-  gate_block<W, true>(acc, u, e, x, c_j, beta_j);
-  put_pg<T, W, W>(acc + 32, e, x);
-  if constexpr (W < 1) {
-    gate_block<1, true>(acc, u, e, x, c_j, beta_j);
-    put_pg<T, 1, W>(acc + 32, e, x);
-  }
-  if constexpr (W < 2) {
-    gate_block<2, true>(acc, u, e, x, c_j, beta_j);
-    put_pg<T, 2, W>(acc + 32, e, x);
-  }
-  if constexpr (W < 3) {
-    gate_block<3, true>(acc, u, e, x, c_j, beta_j);
-    put_pg<T, 3, W>(acc + 32, e, x);
-  }
-}
-template <typename T>
-__device__ __forceinline__ void pg_tile(const float (&acc)[64], const Head& x, int warp) {
-  if (warp == 0 && x.lane == 0) ptx::bulk_wait_read();  // the tile of the head before has left
-  ptx::named_sync(1, kThreads);
-  if (warp == 0)
-    pg_blocks<T, 0>(acc, x);
-  else if (warp == 1)
-    pg_blocks<T, 1>(acc, x);
-  else if (warp == 2)
-    pg_blocks<T, 2>(acc, x);
-  else
-    pg_blocks<T, 3>(acc, x);
-  ptx::proxy_fence();
-  ptx::named_sync(2, kThreads);
-}
-
 template <int W, bool Gated, int Regs>
 __device__ __forceinline__ void put_guarded(const float (&acc)[Regs], const Head& x) {
   float2 c_j{}, beta_j;
@@ -414,7 +377,7 @@ __device__ __forceinline__ bool sync_or(int barrier, bool mine) {
   return any != 0;
 }
 
-template <typename T, bool WithPg, bool Gated, bool WithAbar = true>
+template <typename T, bool WithPg, bool Gated>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     chunk_intra(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_q,
                 const __grid_constant__ Args a) {
@@ -531,15 +494,6 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       int opaque = lane;
       asm volatile("" : "+r"(opaque));
       const Head x{smem + kSmemVec + head * 512, smem, opaque};
-      if constexpr (!WithAbar) {
-        pg_tile<T>(acc, x, warp);
-        if (tid == 0) {
-          ptx::bulk_store(a.pg + out, smem + kSmemPg, kTileBytes);
-          ptx::bulk_commit();
-          out += kTileBytes;
-        }
-        continue;
-      }
       gate_and_diagonals<T, Gated>(acc, x, warp);
       const bool poison = tril::off_diagonal_blocks<T>(smem + kSmemAbar, smem + kSmemEx, warp, opaque, 3);
       ptx::proxy_fence();
@@ -548,7 +502,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       if constexpr (Gated) {
         if (tid == 0) {
           ptx::bulk_store(a.abar + out, smem + kSmemAbar, kTileBytes);
-          if (WithPg) ptx::bulk_store(a.pg + out, smem + kSmemPg, kTileBytes);
+          if (WithPg && a.pg) ptx::bulk_store(a.pg + out, smem + kSmemPg, kTileBytes);
           ptx::bulk_commit();
           out += kTileBytes;
         }

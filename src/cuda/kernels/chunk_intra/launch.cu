@@ -8,12 +8,12 @@
 namespace qla::cuda::intra {
 namespace {
 
-template <typename T, bool WithPg, bool Gated, bool WithAbar = true>
+template <typename T, bool WithPg, bool Gated>
 cudaError_t set_attributes() {
-  return cudaFuncSetAttribute(chunk_intra<T, WithPg, Gated, WithAbar>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+  return cudaFuncSetAttribute(chunk_intra<T, WithPg, Gated>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
 }
 
-template <typename T, bool WithPg, bool Gated, bool WithAbar = true>
+template <typename T, bool WithPg, bool Gated>
 cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args& args, int multiprocessors, bool dependent,
                   cudaStream_t stream) {
   const int64_t per_slot = int64_t(args.num_k_heads) * args.parts, items = args.slots * per_slot;
@@ -22,7 +22,7 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
   Args sized = args;
   sized.step_slots = int32_t(ctas / per_slot);
   sized.step_rest = int32_t(ctas % per_slot);
-  return launch_dependent(chunk_intra<T, WithPg, Gated, WithAbar>, unsigned(ctas + args.makes_plan), kThreads, kSmemBytes,
+  return launch_dependent(chunk_intra<T, WithPg, Gated>, unsigned(ctas + args.makes_plan), kThreads, kSmemBytes,
                           dependent, stream, map_k, map_q, sized);
 }
 
@@ -31,22 +31,19 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
 cudaError_t prepare() {
   for (cudaError_t status : {set_attributes<__nv_bfloat16, true, true>(), set_attributes<__nv_bfloat16, false, true>(),
                              set_attributes<__nv_bfloat16, false, false>(), set_attributes<__half, true, true>(),
-                             set_attributes<__half, false, true>(), set_attributes<__half, false, false>(),
-                             set_attributes<__nv_bfloat16, true, true, false>(), set_attributes<__half, true, true, false>()})
+                             set_attributes<__half, false, true>(), set_attributes<__half, false, false>()})
     if (status != cudaSuccess) return status;
   return cudaSuccess;
 }
 
 cudaError_t launch(int32_t dtype, const CUtensorMap& map_k, const CUtensorMap& map_q, const Args& args, int multiprocessors,
                    bool dependent, cudaStream_t stream) {
-  if (!args.abar)
-    return dtype == QLA_BFLOAT16 ? start<__nv_bfloat16, true, true, false>(map_k, map_q, args, multiprocessors, dependent, stream)
-                                 : start<__half, true, true, false>(map_k, map_q, args, multiprocessors, dependent, stream);
+  const bool with_q = args.pg || args.vec_backward;  // backward wants the norms of q, too
   if (dtype == QLA_BFLOAT16)
-    return args.pg ? start<__nv_bfloat16, true, true>(map_k, map_q, args, multiprocessors, dependent, stream)
-                   : start<__nv_bfloat16, false, true>(map_k, map_q, args, multiprocessors, dependent, stream);
-  return args.pg ? start<__half, true, true>(map_k, map_q, args, multiprocessors, dependent, stream)
-                 : start<__half, false, true>(map_k, map_q, args, multiprocessors, dependent, stream);
+    return with_q ? start<__nv_bfloat16, true, true>(map_k, map_q, args, multiprocessors, dependent, stream)
+                  : start<__nv_bfloat16, false, true>(map_k, map_q, args, multiprocessors, dependent, stream);
+  return with_q ? start<__half, true, true>(map_k, map_q, args, multiprocessors, dependent, stream)
+                : start<__half, false, true>(map_k, map_q, args, multiprocessors, dependent, stream);
 }
 
 cudaError_t launch_ungated(int32_t dtype, const CUtensorMap& map_k, const Args& args, int multiprocessors, bool dependent,

@@ -160,7 +160,8 @@ struct PassCutter : Round<PassCutArgs, PassCutShared, PassUnit> {
 };
 
 __global__ void __launch_bounds__(kCutThreads, 1) cut_passes(const __grid_constant__ PassCutArgs a) {
-  extern __shared__ float s_decay[];
+  extern __shared__ float4 s_decay4[];
+  float* const s_decay = reinterpret_cast<float*>(s_decay4);
   __shared__ PassCutShared s;
   const int32_t jobs = int32_t(a.plan.num_seqs * a.plan.num_v_heads), gates = a.plan.slots * a.plan.num_v_heads;
   const bool one_round = jobs <= kCutThreads;
@@ -169,10 +170,14 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_passes(const __grid_consta
   for (int i = threadIdx.x; i < 2 * kBuckets; i += kCutThreads) s.bucket[i / kBuckets][i % kBuckets] = 0;
   if (threadIdx.x == 0) s.chains = 0;
   if (one_round) cutter.begin_round(0, jobs, all_units, 0);
-  ptx::grid_dependency_wait();
+  if (!a.early) ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  if (a.staged)
-    for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = a.decay[i];
+  if (a.staged) {
+#pragma unroll 4
+    for (int32_t i = threadIdx.x; i < gates / 4; i += kCutThreads)
+      s_decay4[i] = reinterpret_cast<const float4*>(a.decay)[i];
+    if (threadIdx.x < gates % 4) s_decay[gates / 4 * 4 + threadIdx.x] = a.decay[gates / 4 * 4 + threadIdx.x];
+  }
   __syncthreads();
   int32_t before = 0;
 #pragma unroll 1
@@ -196,6 +201,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_passes(const __grid_consta
     before += cutter.num_units;
   }
   if (threadIdx.x == 0) a.counts->chains = min(s.chains, 2 * a.most_states);
+  if (a.early) ptx::grid_dependency_wait();  // who waits for this kernel has waited for those
 }
 
 }  // namespace qla::cuda::segments

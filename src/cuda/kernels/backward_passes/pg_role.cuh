@@ -1,0 +1,71 @@
+// Pg (F6) of each chunk of a reverse item, made where it is used: by a warpgroup of its own, up to three chunks ahead of the
+// products. Both CTAs of a cluster make the whole tile: half of it each, exchanged, would put the other CTA into every chunk's path.
+#pragma once
+
+#include "cuda/kernels/backward_passes/common.cuh"
+#include "cuda/math/exp.cuh"
+
+namespace qla::cuda::backward_passes {
+
+template <typename T>
+__device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uint32_t base) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = fragment_row(warp, lane), col = fragment_col(lane);
+  // the four 8 x 8 matrices of a 16 x 16 block for stmatrix: rows of 32 bytes, 32-byte swizzle
+  const int to_row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
+  const uint32_t to = kReverseP + 32 * to_row + ((lane / 16 ^ (to_row >> 2 & 1)) << 4);
+  Ring<kReverseStages> ring;
+  for (int i = 0; i < it.chunks; i++) {
+    const uint32_t st = base + ring.stage * kReverseStage, vec = st + kReverseVec;
+    ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
+    if (i == 0 && it.last_rows < kRows) ptx::mbarrier_wait(tail_bar(base), 0);  // rows past the end are zero now
+    const uint64_t q = descriptor_k_major(st + kReverseQ), key = descriptor_k_major(st);
+    float acc[32];
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const int at = k / 4 * kPanel + k % 4 * 32;
+      ptx::wgmma_ss<T, 0>(acc, advance(q, at), advance(key, at), k > 0);
+    }
+    ptx::wgmma_commit();
+    float row_factor[2], g_row[2], factor[32];  // what the products are multiplied by, made while they run
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      g_row[h] = ptx::lds(vec + (kVecG + row + 8 * h) * 4);
+      row_factor[h] = ptx::lds(vec + (kVecRq + row + 8 * h) * 4) * p.scale;
+    }
+#pragma unroll
+    for (int kb = 0; kb < 4; kb++) {
+      if (kb > warp) break;  // blocks above the diagonal stay zero
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const uint32_t at = vec + (16 * kb + 8 * n + col) * 4;
+        const float2 g = ptx::lds2(at + kVecG * 4), beta = ptx::lds2(at + kVecBeta * 4), rk = ptx::lds2(at + kVecRk * 4);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int e = 8 * kb + 4 * n + 2 * h;
+          factor[e] = rk.x * row_factor[h] * (exp2_approx(g_row[h] - g.x) * beta.x);
+          factor[e + 1] = rk.y * row_factor[h] * (exp2_approx(g_row[h] - g.y) * beta.y);
+        }
+      }
+    }
+    ptx::wgmma_wait();
+#pragma unroll
+    for (int kb = 0; kb < 4; kb++) {
+      if (kb > warp) break;
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {  // matrices in stmatrix's order
+        const int e = 8 * kb + 2 * i, under = row + i % 2 * 8 - (16 * kb + i / 2 * 8 + col);
+        // a select: the gate may be inf above the diagonal
+        x[i] = pack<T>(under >= 0 ? acc[e] * factor[e] : 0.f, under >= 1 ? acc[e + 1] * factor[e + 1] : 0.f);
+      }
+      ptx::stmatrix_x4(st + to + 2048 * kb, x[0], x[1], x[2], x[3]);
+    }
+    ptx::proxy_fence();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(pg_bar(base, ring.stage));
+    ring.advance();
+  }
+}
+
+}  // namespace qla::cuda::backward_passes
