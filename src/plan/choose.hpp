@@ -52,7 +52,7 @@ struct Choice {
 };
 
 // Dense calls have equal sequences. A packing's lengths are unknown: equal, or one long sequence and short ones; with two or
-// three sequences the one is as likely as the other, more even out.
+// three sequences the second is half as likely (a wrong guess at equal ones costs more: decision 0056), more even out.
 struct Profiles {
   Profile all[2];
   int32_t count = 0;
@@ -63,7 +63,7 @@ inline Profiles profiles_of(const Shape& shape) {
                 each = ceil_div(ceil_div(shape.total_tokens, seqs), kChunkTokens);
   Profiles profiles;
   const bool uneven = !shape.equal_lengths && seqs > 1;
-  const float long_weight = !uneven ? 0.0f : seqs <= 3 ? 0.5f : 0.05f;
+  const float long_weight = !uneven ? 0.0f : seqs <= 3 ? 0.35f : 0.05f;
   profiles.all[profiles.count++] = {{{seqs, each}, {0, 0}}, 1, 1.0f - long_weight};
   if (uneven) {
     const int64_t longest = seqs <= 3 ? total * 7 / 8 : total / 2;
