@@ -153,7 +153,6 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
 
   result.num_sequences = problem.num_seqs;
   result.total_chunks = total_chunks;
-  result.segment_chunks = choice.rule.segment_chunks;
   result.num_segments = most_of_a_head;
   result.num_items = items;
   result.value_splits = choice.value_splits;
@@ -163,6 +162,8 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.fused = choice.fused;
   result.ranges = static_cast<int32_t>(planned.ranges);
   const bool cut = choice.rule.segment_chunks > 0 && items > problem.num_seqs * problem.num_v_heads;
+  // nothing was cut for being too short to pay: a fixed plan made from this one must not cut either
+  result.segment_chunks = cut || choice.rule.uncut_chunks == 0 ? choice.rule.segment_chunks : 0;
   const bool too_short = !cut && policy.mode == QLA_CP_AUTO && choice.rule.segment_chunks > 0;
   const char* const why = too_short ? "no sequence is long enough for a cut to pay: not cut" : planned.why;
   const std::string reason = concat(why, cuda && !planned.device_here ? " (no such device here: planned for an H200)" : "",
