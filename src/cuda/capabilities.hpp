@@ -9,11 +9,9 @@ namespace qla::cuda {
 
 inline constexpr plan::Capabilities kForwardCapabilities{.fused = true, .v_split = true, .segments = true};
 
-// .. for one call: the fused form leaves nothing of the intra-chunk stage in memory, stores no states on the way and has no
-// norms.
+// .. for one call: the fused form leaves nothing of the intra-chunk stage in memory and stores no states on the way.
 inline plan::Capabilities forward_capabilities(const qla_gdn_forward_args& args) {
   plan::Capabilities can = kForwardCapabilities;
-  can.fused = can.fused && !(args.flags & QLA_FLAG_QK_L2NORM);
   for (const qla_tensor* t :
        {&args.saved, &args.a_gated, &args.a_inv, &args.g_cumsum, &args.q_rnorm, &args.k_rnorm, &args.h, &args.state_checkpoints})
     can.fused = can.fused && !present(*t);

@@ -42,9 +42,11 @@ inline constexpr int kVecFloats = 512;         // one record: 2 KiB at vec[index
 inline constexpr int kVecBytesForward = 1024;  // part A
 
 // The same for the fused forward, which makes Abar and Pg itself, by chunk_gates, float[64] each: cumulated log2 gate; beta;
-// gamma; scale gamma (on (QS)^T); tail beta (on Delta). No norms.
+// gamma; scale gamma (on (QS)^T); tail beta (on Delta). Where q and k are normalised the kernel multiplies norms into its copy
+// and puts rk, scale rq and gamma_C behind it.
 inline constexpr int kFusedCum = 0, kFusedBeta = 64, kFusedGamma = 128, kFusedQ = 192, kFusedE = 256;
 inline constexpr int kFusedVecFloats = 320;
+inline constexpr int kFusedRk = 320, kFusedRq = 384, kFusedDecay = 448;
 
 // One unit of work of a recurrence kernel (forward, state pass, reverse pass), written by the plan kernel: a segment of one value
 // head, all of V or one half of it. Kernels walk `chunks` chunks from slot `slot` on (the reverse pass from the last one down).

@@ -237,6 +237,7 @@ ForwardParams forward_params(const Run& r) {
   if (f.fused) {
     f.vec = b.gates;
     f.scale = float(p.scale);
+    f.normalise = args.flags & QLA_FLAG_QK_L2NORM;
   }
   f.dependent = true;
   return f;
@@ -299,10 +300,25 @@ bool plans_inside(const Run& r) {
          direct_plan(r.p, counts.v_parts, r.device);
 }
 
+// Whether each work item of a fused call has a multiprocessor to itself, which then needs nothing from a kernel before. The gate
+// vectors are made by the item's own CTA before its first chunk: not of long sequences, whose vectors the whole card makes
+// sooner.
+constexpr int64_t kDirectChunks = 24;
+bool direct_fused(const Run& r) {
+  return r.plan.choice.fused && r.p.num_seqs > 0 && r.p.total_tokens() > 0 &&
+         r.p.num_seqs * r.p.num_v_heads <= r.device.multiprocessors && r.p.chunk_slots() <= kDirectChunks * r.p.num_seqs;
+}
+
 // plan -> intra-chunk stage -> (cuts, pre-pass, merges) -> recurrence over one range of chunks
 void run_range(const Run& r) {
   const ForwardCounts& counts = r.plan.counts;
   const int multiprocessors = r.device.multiprocessors;
+  if (direct_fused(r)) {
+    ForwardParams params = forward_params(r);
+    params.dependent = false;
+    launch_forward_direct(params, plan_args(r), gates_args(r), r.stream);
+    return;
+  }
   const bool inside = plans_inside(r), early = !inside && cuts_early(r) && !r.plan.choice.fused;
   // Items of an uncut run; where something is cut they are written anew when the gates are known.
   if (r.plan.choice.fused)
@@ -327,7 +343,7 @@ void run_range(const Run& r) {
       segments::CutArgs cut = cut_args(r);
       check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
       if (!present(r.args.saved)) intra.decay = nullptr;  // what is saved comes from one kernel, early or not
-      intra.spare = 2;  // room for cut_items
+      intra.spare = 2;                                    // room for cut_items
     }
     check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside, r.stream), "chunk_intra");
     if (wants_export(r.args)) export_outputs(r);

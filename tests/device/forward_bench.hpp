@@ -67,6 +67,8 @@ inline int bench(const std::string& only) {
                        {"(32,32) 8192x4 fused", 4, 8192, 32, 32, 1, true, true},
                        {"(16,32) 4096x8 fused", 8, 4096, 16, 32, 1, true, true},
                        {"(16,16) 1024x8 fused", 8, 1024, 16, 16, 1, true, true},
+                       {"(32,32) 2048x4 fused", 4, 2048, 32, 32, 1, true, true},
+                       {"(32,32) 1024x8 fused", 8, 1024, 32, 32, 1, true, true},
                        {"(8,24) 8192x4 fused", 4, 8192, 8, 24, 1, true, true},
                        {"(16,16) 8192x4 fused", 4, 8192, 16, 16, 1, true, true}};
   int sms = 132;
@@ -213,7 +215,31 @@ inline int bench(const std::string& only) {
       cudaEventElapsedTime(&all, e0, e1);
       all /= many;
     }
+    float call_ms = 0, direct_ms = 0;  // whole calls, sustained
+    const bool fits = int(items.size()) <= sms;
     if (r.fused) {
+      for (const bool direct : {false, true}) {
+        if (direct && !fits) continue;
+        float& result = direct ? direct_ms : call_ms;
+        for (const float budget : {25.f, 100.f}) {
+          const int many = std::max(2, int(budget / ms[6]));
+          cudaEventRecord(e0);
+          for (int rep = 0; rep < many; rep++) {
+            ForwardParams p = ps[rep % 2];
+            p.dependent = !direct;
+            if (direct) {
+              launch_forward_direct(p, plans[rep % 2], gs[rep % 2], 0);
+            } else {
+              CUDA_OK(segments::launch_with_gates(plans[rep % 2], gs[rep % 2], sms, 0));
+              launch_forward(p, sms, 0);
+            }
+          }
+          cudaEventRecord(e1);
+          CUDA_OK(cudaEventSynchronize(e1));
+          cudaEventElapsedTime(&result, e0, e1);
+          result /= many;
+        }
+      }
       cudaEventRecord(e0);
       for (int rep = 0; rep < 20; rep++) CUDA_OK(segments::launch_with_gates(plans[rep % 2], gs[rep % 2], sms, 0));
       cudaEventRecord(e1);
@@ -224,7 +250,8 @@ inline int bench(const std::string& only) {
     const double per = ms[6] * 1e3 / (heads * r.parts) * ctas;
     std::printf("%-36s %.4f ms median (%.4f least), %.4f in a row; %.3f us an item-chunk and CTA (perfect balance)", r.name,
                 ms[6], ms[0], all, per);
-    std::printf(r.fused ? "; plan and gates %.4f ms\n" : "\n", gates_ms / 20);
+    if (r.fused) std::printf("; plan and gates %.4f, whole call %.4f, direct %.4f ms", gates_ms / 20, call_ms, direct_ms);
+    std::printf("\n");
     std::fflush(stdout);
     for (int s = 0; s < 2; s++)
       for (const void* x : {(const void*)plans[s].chunk_table, plans[s].cu_seqlens, gs[s].g.data, gs[s].beta.data})

@@ -1,5 +1,6 @@
 // The forward kernel alone, against the float64 token recurrence; Abar, Pg and gate vectors are made on the host. `test_forward
 // bench` times it.
+#include <list>
 #include <thread>
 
 #include "cuda/kernels/forward/launch.hpp"
@@ -30,6 +31,8 @@ struct Case {
   bool snapshots = false;
   int sms = 132;
   bool fused = false;
+  bool direct = false;     // fused, without plan_and_gates before it
+  bool normalise = false;  // fused: q and k of other lengths than 1
 };
 
 static size_t dtype_size(int t) { return t == QLA_FLOAT64 ? 8 : t == QLA_FLOAT32 ? 4 : 2; }
@@ -91,6 +94,21 @@ static Setup prepare(const Data& d) {
   return s;
 }
 
+// q and k as a caller gives them that asks for norms, and what the recurrence then runs on
+static void normalise(Data& normed, Data& raw) {
+  Rng r(4321);
+  for (std::vector<double> Data::*x : {&Data::q, &Data::k})
+    for (size_t at = 0; at < (raw.*x).size(); at += 128) {
+      const double length = std::exp2(8 * r.uniform() - 4);
+      double sum = 1e-6;
+      for (size_t i = at; i < at + 128; i++) {
+        (raw.*x)[i] = round16((raw.*x)[i] * length, raw.bf16);
+        sum += (raw.*x)[i] * (raw.*x)[i];
+      }
+      for (size_t i = at; i < at + 128; i++) (normed.*x)[i] = (raw.*x)[i] / std::sqrt(sum);
+    }
+}
+
 static std::vector<double> random_state(Rng& r) {
   std::vector<double> S(16384);
   for (auto& x : S) x = r.normal() * 0.3;
@@ -98,7 +116,9 @@ static std::vector<double> random_state(Rng& r) {
 }
 
 static void run(const Case& c) {
-  const Setup s = prepare(make_data(c.B, c.T, c.lens, c.Hk, c.Hv, c.bf16, c.gate, 1234));
+  Data normed = make_data(c.B, c.T, c.lens, c.Hk, c.Hv, c.bf16, c.gate, 1234), raw = normed;
+  if (c.normalise) normalise(normed, raw);
+  const Setup s = prepare(normed);
   const Data& d = s.d;
   const int N = d.N();
   const int64_t rows = c.B * c.T;
@@ -129,8 +149,8 @@ static void run(const Case& c) {
   for (int64_t t = 0; t < d.end_token; t++) {
     for (int h = 0; h < c.Hk; h++)
       for (int e = 0; e < 128; e++) {
-        in[pq.at(t, h) + e] = to_bits(d.qrow(t, h)[e], c.bf16);
-        in[pk.at(t, h) + e] = to_bits(d.krow(t, h)[e], c.bf16);
+        in[pq.at(t, h) + e] = to_bits(raw.qrow(t, h)[e], c.bf16);
+        in[pk.at(t, h) + e] = to_bits(raw.krow(t, h)[e], c.bf16);
       }
     for (int h = 0; h < c.Hv; h++)
       for (int e = 0; e < 128; e++) in[pv.at(t, h) + e] = to_bits(d.vrow(t, h)[e], c.bf16);
@@ -287,13 +307,21 @@ static void run(const Case& c) {
     a.g = {upload(g), {c.T * c.Hv, c.Hv, 1}, QLA_FLOAT32};
     a.beta = {upload(beta), {c.T * c.Hv, c.Hv, 1}, QLA_FLOAT32};
     a.vec = upload(std::vector<float>(slots * c.Hv * kFusedVecFloats, NAN));
-    CUDA_OK(segments::launch_with_gates(plan, a, g_sms, 0));
+    plan.has_initial = c.h0_dtype >= 0;
     p.fused = true;
+    p.normalise = c.normalise;
     p.scale = float(d.scale);
     p.abar = p.pg = nullptr;
     p.vec = a.vec;
+    if (c.direct) {
+      p.plan = nullptr;
+      p.items = nullptr;
+      launch_forward_direct(p, plan, a, 0);
+    } else {
+      CUDA_OK(segments::launch_with_gates(plan, a, g_sms, 0));
+    }
   }
-  launch_forward(p, std::min(c.sms, g_sms), 0);
+  if (!c.direct) launch_forward(p, std::min(c.sms, g_sms), 0);
   cudaError_t err = cudaDeviceSynchronize();
   if (err) {
     std::printf("%-44s %s  FAILED\n", c.name, cudaGetErrorString(err));
@@ -528,6 +556,27 @@ int main(int argc, char** argv) {
   add({.name = "fused, pool", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true, .fused = true});
   add({.name = "fused, no forgetting", .T = 1024, .Hv = 2, .gate = 0, .fused = true});
   add({.name = "fused, strong decay", .T = 256, .gate = 20, .fused = true});
+  add({.name = "fused, norms", .T = 1024, .Hv = 2, .fused = true, .normalise = true});
+  add({.name = "fused, norms, fp16", .T = 1024, .bf16 = false, .fused = true, .normalise = true});
+  add({.name = "fused, norms, no forgetting", .T = 1024, .gate = 0, .fused = true, .normalise = true});
+  add({.name = "fused, norms, varlen, one CTA",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 4,
+       .h0_dtype = QLA_FLOAT32,
+       .sms = 1,
+       .fused = true,
+       .normalise = true});
+  for (Case c : std::vector<Case>(cases)) {  // every fused case again in one launch, where each item can have a CTA
+    const int64_t seqs = c.lens.empty() ? c.B : int64_t(c.lens.size());
+    if (!c.fused || seqs * c.Hv > c.sms) continue;
+    static std::list<std::string> names;
+    names.push_back(std::string(c.name) + ", direct");
+    c.name = names.back().c_str();
+    c.direct = true;
+    add(c);
+  }
   const std::string filter = argc > 1 ? argv[1] : "";  // part of a name; for sanitizers
   for (const Case& c : cases)
     if (filter.empty() || std::string(c.name).find(filter) != std::string::npos) run(c);

@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(128) inverse(const float* l, float* out, int* 
     if (warp >= 2) tril::diagonal_inverses<T>(tile, ex, su, warp - 2, lane);
     ptx::proxy_fence();
     ptx::named_sync(1, 128);
-    poison = tril::off_diagonal_blocks<T>(tile, ex, warp, lane, 2);
+    poison = tril::off_diagonal_blocks<T>(tile, ex, warp, tril::Lane(lane), 2);
   }
   if (__syncthreads_or(poison) && tid == 0) *overflow = 1;
   for (int i = tid; i < 4096; i += 128) {

@@ -149,6 +149,17 @@ std::vector<Case> precision_cases() {
              std::fill_n(s.in.k.begin() + 70 * s.in.k_heads * s.in.k_dim, s.in.k_dim, 0.0);
            },
        .calls = {{}, recomputed(), fixed(1)}});
+  // .. where the GPU makes it all in one kernel, on nothing but the call's tensors
+  add({.recipe = "BR08",
+       .name = "norm, a short sequence for every multiprocessor",
+       .T = 840,
+       .cu = {0, 130, 194, 195, 320, 384, 580, 710, 840},
+       .H = 8,
+       .HV = 16,
+       .dtypes = {kBf16, kFp16},
+       .keys = Keys::kRaw3,
+       .qk_l2norm = true,
+       .calls = {{}, recomputed()}});
   // BR-09 scale, value tiles
   for (const double scale : {0.05, 1.0, 3.0})
     for (const int64_t heads : {2, 8, 64})

@@ -132,8 +132,41 @@ __device__ __forceinline__ void store_state_as(const float (&s)[2][32], const St
       for (int c = 0; c < 2; c++)
         p[(8 * n + c) * a.stride_k + 8 * h * a.stride_v] = from_float<M>(s[n / 8][4 * (n % 8) + 2 * h + c]);
 }
+// The two layouts of a contiguous fp32 state, by constant strides: the general form is 7 KiB of code, and these 2.
+template <int StrideK, int StrideV>
+__device__ __forceinline__ bool contiguous(const StateAddress& a) {
+  return a.dtype == 1 && a.stride_k == StrideK && a.stride_v == StrideV && reinterpret_cast<uintptr_t>(a.data) % 8 == 0;
+}
+template <int StrideK, int StrideV>
+__device__ __forceinline__ void load_contiguous(float (&s)[2][32], const StateAddress& a, int v0, int lane) {
+  const float* p = static_cast<const float*>(a.data) + (v0 + lane / 4) * StrideV + lane % 4 * 2 * StrideK;
+#pragma unroll
+  for (int i = 0; i < 64; i += 2) {
+    const float* x = p + 8 * (i / 4) * StrideK + i / 2 % 2 * 8 * StrideV;
+    if constexpr (StrideK == 1) {
+      const float2 pair = *reinterpret_cast<const float2*>(x);
+      s[i / 32][i % 32] = pair.x, s[i / 32][i % 32 + 1] = pair.y;
+    } else {
+      s[i / 32][i % 32] = x[0], s[i / 32][i % 32 + 1] = x[StrideK];
+    }
+  }
+}
+template <int StrideK, int StrideV>
+__device__ __forceinline__ void store_contiguous(const float (&s)[2][32], const StateAddress& a, int v0, int lane) {
+  float* p = static_cast<float*>(a.data) + (v0 + lane / 4) * StrideV + lane % 4 * 2 * StrideK;
+#pragma unroll
+  for (int i = 0; i < 64; i += 2) {
+    float* x = p + 8 * (i / 4) * StrideK + i / 2 % 2 * 8 * StrideV;
+    if constexpr (StrideK == 1)
+      *reinterpret_cast<float2*>(x) = make_float2(s[i / 32][i % 32], s[i / 32][i % 32 + 1]);
+    else
+      x[0] = s[i / 32][i % 32], x[StrideK] = s[i / 32][i % 32 + 1];
+  }
+}
 // v0: first of the warp's 16 value columns
 __device__ __forceinline__ void load_state(float (&s)[2][32], const StateAddress& a, int v0, int lane) {
+  if (contiguous<128, 1>(a)) return load_contiguous<128, 1>(s, a, v0, lane);
+  if (contiguous<1, 128>(a)) return load_contiguous<1, 128>(s, a, v0, lane);
   switch (a.dtype) {
     case 0:
       load_state_as<double>(s, a, v0, lane);
@@ -150,6 +183,8 @@ __device__ __forceinline__ void load_state(float (&s)[2][32], const StateAddress
   }
 }
 __device__ __forceinline__ void store_state(const float (&s)[2][32], const StateAddress& a, int v0, int lane) {
+  if (contiguous<128, 1>(a)) return store_contiguous<128, 1>(s, a, v0, lane);
+  if (contiguous<1, 128>(a)) return store_contiguous<1, 128>(s, a, v0, lane);
   switch (a.dtype) {
     case 0:
       store_state_as<double>(s, a, v0, lane);

@@ -38,20 +38,32 @@ template <bool Spread>
 __host__ __device__ __forceinline__ constexpr int tile_block(int b, int w) {
   return Spread ? w * 2048 + b * 512 : panel_offset(w) + (b - w) * 512;
 }
-__device__ __forceinline__ uint32_t tile_lane(int lane) {
+__device__ __forceinline__ uint32_t tile_lane(uint32_t lane) {
   return swizzle_32((lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16);
 }
 
+// .. and for stmatrix_x4_trans of a block that begins at k = 0 in an exchange region; further ones: ^ 2 k
+__device__ __forceinline__ uint32_t exchange_lane(uint32_t lane) {
+  return swizzle_128((lane / 16 * 8 + lane % 8) * 128 + lane / 8 % 2 * 16);
+}
+// both, for who works them out once
+struct Lane {
+  uint32_t tile, exchange;
+  __device__ __forceinline__ explicit Lane(uint32_t lane) : tile(tile_lane(lane)), exchange(exchange_lane(lane)) {}
+};
+
+template <typename T>
+__device__ __forceinline__ void store_block(uint32_t at, const float* z) {
+  ptx::stmatrix_x4_trans(at, pack<T>(z[0], z[1]), pack<T>(z[2], z[3]), pack<T>(z[4], z[5]), pack<T>(z[6], z[7]));
+}
 // z: a 16 x 16 accumulator block [j][i]; to rows i, columns j of block (b, w) of the tile
 template <typename T, bool Spread = false>
 __device__ __forceinline__ void put_tile(uint32_t tile, const float* z, int b, int w, int lane) {
-  ptx::stmatrix_x4_trans(tile + tile_block<Spread>(b, w) + tile_lane(lane), pack<T>(z[0], z[1]), pack<T>(z[2], z[3]),
-                         pack<T>(z[4], z[5]), pack<T>(z[6], z[7]));
+  store_block<T>(tile + tile_block<Spread>(b, w) + tile_lane(lane), z);
 }
 // the same to rows n0 + i, k = k0 + j of an exchange region, in fp16
 __device__ __forceinline__ void put_exchange(uint32_t region, const float* z, int n0, int k0, int lane) {
-  ptx::stmatrix_x4_trans(region + 128 * n0 + swizzle_128((lane / 16 * 8 + lane % 8) * 128 + (k0 + lane / 8 % 2 * 8) * 2),
-                         pack<__half>(z[0], z[1]), pack<__half>(z[2], z[3]), pack<__half>(z[4], z[5]), pack<__half>(z[6], z[7]));
+  store_block<__half>(region + 128 * n0 + (exchange_lane(lane) ^ 2 * k0), z);
 }
 // an off-diagonal block (b, w) of U, b > w, by warp w
 __device__ __forceinline__ void put_u(uint32_t ex, const float* u, int b, int w, int lane) {
@@ -107,19 +119,18 @@ __device__ __forceinline__ void diagonal_inverses(uint32_t tile, uint32_t ex, ui
   const int hi = lane / 16, c = lane % 16, b = 2 * half + hi;
   float t[16];
   substitute(t, s_u + b * kBlockU, c);
+  // T0 and T1, or T2 and T3; T3 twice. The second half of a row of 32 bytes: ^ 16
+  const uint32_t row = swizzle_128(c * 128 + 64);
+  const uint32_t first = half == 0 ? ex + kExQ + (hi ? row : 2048 + (row ^ 64)) : ex + kExP + (hi ? 2048 + (row ^ 32) : row),
+                 second = ex + kExQ + 2048 + row, diagonal = tile + tile_block<Spread>(b, b) + swizzle_32(c * 32);
 #pragma unroll
   for (int q = 0; q < 2; q++) {
     const float* x = t + 8 * q;
     const uint32_t a0 = pack<__half>(x[0], x[1]), a1 = pack<__half>(x[2], x[3]), a2 = pack<__half>(x[4], x[5]),
                    a3 = pack<__half>(x[6], x[7]);
-    if (half == 0) {  // T0 and T1
-      ptx::sts4u(ex + kExQ + (hi ? 0 : 2048) + swizzle_128(c * 128 + 64 * hi + 16 * q), a0, a1, a2, a3);
-    } else {  // T2 and T3
-      ptx::sts4u(ex + kExP + hi * 2048 + swizzle_128(c * 128 + 64 + 32 * hi + 16 * q), a0, a1, a2, a3);
-      if (hi) ptx::sts4u(ex + kExQ + 2048 + swizzle_128(c * 128 + 64 + 16 * q), a0, a1, a2, a3);
-    }
-    ptx::sts4u(tile + tile_block<Spread>(b, b) + swizzle_32(c * 32 + 16 * q), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
-               pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+    ptx::sts4u(first ^ 16 * q, a0, a1, a2, a3);
+    if (b == 3) ptx::sts4u(second ^ 16 * q, a0, a1, a2, a3);
+    ptx::sts4u(diagonal ^ 16 * q, pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
   }
 }
 
@@ -127,20 +138,21 @@ __device__ __forceinline__ void diagonal_inverses(uint32_t tile, uint32_t ex, ui
 // (beta |k|^2 <= 2) give entries of at most 2; much larger ones mean a growing recurrence, in which the operands' fp16 rounding
 // grows along.
 inline constexpr float kLargest = 64.f;
+__device__ __forceinline__ float sum_of_sizes(const float* z) {
+  return ((fabsf(z[0]) + fabsf(z[1])) + (fabsf(z[2]) + fabsf(z[3]))) +
+         ((fabsf(z[4]) + fabsf(z[5])) + (fabsf(z[6]) + fabsf(z[7])));
+}
 // The off-diagonal blocks; all four warps, between two barriers of theirs (`barrier`: one more inside). Returns whether this
 // thread met more than that, an inf or a NaN: an operand that overflowed poisons a whole row or column of a block that is looked
 // at.
 template <typename T, bool Spread = false>
-__device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, int warp, int lane, int barrier) {
+__device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, int warp, const Lane& at, int barrier) {
   using ptx::wgmma_rs;
+  const uint64_t p = descriptor_k_major(ex + kExP), q = descriptor_k_major(ex + kExQ);
   uint32_t ta[8], f[4];
   float z1[8], z2[16], z3[16], size = 0.f;
-  ptx::ldmatrix_x4_trans(ex +
-                             (warp == 0   ? kExQ + 2048
-                              : warp == 1 ? kExQ
-                                          : kExP) +
-                             swizzle_128((lane / 16 * 8 + lane % 8) * 128 + (warp ? 64 : 0) + lane / 8 % 2 * 16),
-                         f[0], f[1], f[2], f[3]);  // T_warp^T (of warp 3: not used)
+  const uint32_t from = warp == 0 ? at.exchange + kExQ + 2048 : (at.exchange ^ 64) + (warp == 1 ? kExQ : kExP);
+  ptx::ldmatrix_x4_trans(ex + from, f[0], f[1], f[2], f[3]);  // T_warp^T (of warp 3: not used)
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     ta[i] = warp ? 0 : f[i];
@@ -148,13 +160,13 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
   }
   ptx::wgmma_fence();  // T0^T U01, T2^T U23
 #pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z1, ta + 4 * k, descriptor_k_major(ex + kExQ + 32 * k), k > 0);
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z1, ta + 4 * k, descriptor_at(q, 32 * k), k > 0);
   ptx::wgmma_commit();
   ptx::wgmma_wait();
 #pragma unroll
   for (int i = 0; i < 4; i++) f[i] = pack<__half>(z1[2 * i], z1[2 * i + 1]);
   ptx::wgmma_fence();  // .. T1^T, T3^T
-  wgmma_rs<__half, 0>(z2, f, descriptor_k_major(ex + kExQ + 64), 0);
+  wgmma_rs<__half, 0>(z2, f, descriptor_at(q, 64), 0);
   ptx::wgmma_commit();
   ptx::wgmma_wait();
 #pragma unroll
@@ -164,19 +176,17 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
   }
   ptx::wgmma_fence();  // Ta^T U[0:2,2:4]
 #pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, descriptor_k_major(ex + kExP + 32 * k), k > 0);
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, descriptor_at(p, 32 * k), k > 0);
   ptx::wgmma_commit();
   if (warp == 0) {
-    put_tile<T, Spread>(tile, z2, 1, 0, lane);
-#pragma unroll
-    for (int i = 0; i < 8; i++) size += fabsf(z2[i]);
+    store_block<T>(tile + tile_block<Spread>(1, 0) + at.tile, z2);
+    size = sum_of_sizes(z2);
   }
   if (warp == 2) {
-    put_exchange(ex + kExP, z2 + 8, 16, 32, lane);
+    store_block<__half>(ex + kExP + 2048 + (at.exchange ^ 64), z2 + 8);
     ptx::proxy_fence();
-    put_tile<T, Spread>(tile, z2 + 8, 3, 2, lane);
-#pragma unroll
-    for (int i = 8; i < 16; i++) size += fabsf(z2[i]);
+    store_block<T>(tile + tile_block<Spread>(3, 2) + at.tile, z2 + 8);
+    size = sum_of_sizes(z2 + 8);
   }
   ptx::wgmma_wait();
   ptx::named_sync(barrier, 128);
@@ -184,14 +194,13 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
   for (int i = 0; i < 8; i++) ta[i] = pack<__half>(z3[2 * i], z3[2 * i + 1]);
   ptx::wgmma_fence();  // .. Tb^T
 #pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, descriptor_k_major(ex + kExP + 64 + 32 * k), k > 0);
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, descriptor_at(p, 64 + 32 * k), k > 0);
   ptx::wgmma_commit();
   ptx::wgmma_wait();
   if (warp < 2) {
-    put_tile<T, Spread>(tile, z2, 2, warp, lane);
-    put_tile<T, Spread>(tile, z2 + 8, 3, warp, lane);
-#pragma unroll
-    for (int i = 0; i < 16; i++) size += fabsf(z2[i]);
+    store_block<T>(tile + tile_block<Spread>(2, warp) + at.tile, z2);
+    store_block<T>(tile + tile_block<Spread>(3, warp) + at.tile, z2 + 8);
+    size += sum_of_sizes(z2) + sum_of_sizes(z2 + 8);
   }
   return !(size < kLargest);
 }

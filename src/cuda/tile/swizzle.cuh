@@ -30,12 +30,17 @@ __device__ __forceinline__ uint64_t descriptor_mn_major(uint32_t addr, uint32_t 
 }
 // one k16 step of a K-major operand in the 32-byte swizzle
 __device__ __forceinline__ uint64_t descriptor_k_major_32(uint32_t addr) { return descriptor(addr, 16, 256, 3); }
-// The descriptor of what lies `bytes` further on. The sum is one of the lower word, where it stays: where control flow is not known
-// to be uniform (behind a wait, in a loop), a sum of 64 bits takes a dozen instructions, and the products wait for them.
+// The descriptor of what lies `bytes` further on. The sum is one of the lower word, where it stays: where control flow is not
+// known to be uniform (behind a wait, in a loop), a sum of 64 bits takes a dozen instructions, and the products wait for them.
 __device__ __forceinline__ uint64_t advance(uint64_t first, int bytes) {
   uint64_t d;
   asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(uint32_t(first) + uint32_t(bytes) / 16), "r"(uint32_t(first >> 32)));
   return d;
+}
+
+// A descriptor so many bytes further: one addition. Made anew from its address it would be four instructions.
+__device__ __forceinline__ uint64_t descriptor_at(uint64_t d, uint32_t bytes) {
+  return (d & ~uint64_t(0xFFFFFFFF)) | (uint32_t(d) + (bytes >> 4));
 }
 
 }  // namespace qla::cuda

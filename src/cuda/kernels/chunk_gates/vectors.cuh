@@ -6,9 +6,7 @@
 // Tail: raw gate and beta are 0 in rows past the end. Not here: norms (a call that normalises goes the other way).
 #pragma once
 
-#include "cuda/kernels/chunk_gates/config.hpp"
-#include "cuda/kernels/chunk_intra/gates.cuh"
-#include "cuda/math/warp.cuh"
+#include "cuda/kernels/chunk_gates/rows.cuh"
 
 namespace qla::cuda::gates {
 
@@ -59,14 +57,9 @@ __device__ __forceinline__ void write_vectors(const Args& a, Shared& s, const Ch
       const int head = column + 8 * i;
       if (head >= heads) break;
       float rate = 1.f, bias = 0.f;
-      if (a.flags & QLA_FLAG_RAW_GATE) {
-        rate = expf(intra::load_element(a.a_log, (first + head) * a.a_log.stride[2]));
-        if (a.dt_bias.data) bias = intra::load_element(a.dt_bias, (first + head) * a.dt_bias.stride[2]);
-      }
-      s.gate[head][row] =
-          inside ? intra::decode_gate(intra::decode(g.low[i], g.high[i], a.g.dtype, false), a.flags, rate, bias) * kLog2e : 0.f;
-      s.beta[head][row] =
-          inside ? intra::decode_beta(intra::decode(beta.low[i], beta.high[i], a.beta.dtype, false), a.flags) : 0.f;
+      load_head(a, first + head, rate, bias);
+      s.gate[head][row] = inside ? gate_of(a, g.low[i], g.high[i], rate, bias) : 0.f;
+      s.beta[head][row] = inside ? beta_of(a, beta.low[i], beta.high[i]) : 0.f;
     }
   }
   __syncthreads();
@@ -75,15 +68,7 @@ __device__ __forceinline__ void write_vectors(const Args& a, Shared& s, const Ch
   for (int head = threadIdx.x / 32; head < heads; head += kThreads / 32) {
     const float2 g = *reinterpret_cast<const float2*>(&s.gate[head][2 * lane]);
     const float2 beta = *reinterpret_cast<const float2*>(&s.beta[head][2 * lane]);
-    const float through = warp_inclusive_sum(g.x + g.y, lane);
-    const float c0 = through - g.y, c1 = through, last = __shfl_sync(~0u, through, 31);
-    const float gamma0 = exp2_approx(c0), gamma1 = exp2_approx(c1);
-    float2* out = reinterpret_cast<float2*>(a.vec + (int64_t(slot) * a.num_v_heads + first + head) * kFusedVecFloats) + lane;
-    out[kFusedCum / 2] = make_float2(c0, c1);
-    out[kFusedBeta / 2] = beta;
-    out[kFusedGamma / 2] = make_float2(gamma0, gamma1);
-    out[kFusedQ / 2] = make_float2(a.scale * gamma0, a.scale * gamma1);
-    out[kFusedE / 2] = make_float2(exp2_approx(last - c0) * beta.x, exp2_approx(last - c1) * beta.y);
+    write_vectors_of(a.vec + (int64_t(slot) * a.num_v_heads + first + head) * kFusedVecFloats, g, beta, a.scale, lane);
   }
 }
 

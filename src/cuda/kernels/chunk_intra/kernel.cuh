@@ -495,7 +495,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       asm volatile("" : "+r"(opaque));
       const Head x{smem + kSmemVec + head * 512, smem, opaque};
       gate_and_diagonals<T, Gated>(acc, x, warp);
-      const bool poison = tril::off_diagonal_blocks<T>(smem + kSmemAbar, smem + kSmemEx, warp, opaque, 3);
+      const bool poison = tril::off_diagonal_blocks<T>(smem + kSmemAbar, smem + kSmemEx, warp, tril::Lane(opaque), 3);
       ptx::proxy_fence();
       if (sync_or(4, poison)) [[unlikely]]
         redo_guarded<T, Gated>(acc, x, warp, tid);

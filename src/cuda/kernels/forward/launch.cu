@@ -20,35 +20,60 @@ void check(cudaError_t e, const char* what) {
 void prepare_forward() {
   check(prepare_forward_type<__nv_bfloat16>(), "attributes (bf16)");
   check(prepare_forward_type<__half>(), "attributes (fp16)");
-  check(prepare_fused_type<__nv_bfloat16>(), "attributes (fused, bf16)");
-  check(prepare_fused_type<__half>(), "attributes (fused, fp16)");
+  check(prepare_fused_type<__nv_bfloat16, false>(), "attributes (fused, bf16)");
+  check(prepare_fused_type<__half, false>(), "attributes (fused, fp16)");
+  check(prepare_fused_type<__nv_bfloat16, true>(), "attributes (fused, norms, bf16)");
+  check(prepare_fused_type<__half, true>(), "attributes (fused, norms, fp16)");
 }
 
-void launch_forward(const ForwardParams& p, int num_sms, cudaStream_t stream) {
-  if (p.max_items == 0 && p.batch * p.tokens == 0) return;
+namespace {
+ForwardArgs forward_args(const ForwardParams& p) {
   ForwardArgs args{};
   args.p = p;
   args.row_tokens = std::max<int64_t>(p.tokens, 1);
-  const bool bf16 = p.dtype == QLA_BFLOAT16;
+  if (p.batch * p.tokens == 0) return args;
   auto map = [&](const TokenView& x, int heads, const char* name) {
-    return make_token_map({x.data, x.stride_b, x.stride_t, x.stride_h, p.batch, p.tokens, heads}, bf16, name);
+    return make_token_map({x.data, x.stride_b, x.stride_t, x.stride_h, p.batch, p.tokens, heads}, p.dtype == QLA_BFLOAT16, name);
   };
-  if (p.batch * p.tokens > 0) {
-    args.k = map(p.k, p.num_k_heads, "k");
-    args.v = map(p.v, p.num_v_heads, "v");
-    if (p.output) {
-      args.q = map(p.q, p.num_k_heads, "q");
-      args.o = map(p.o, p.num_v_heads, "o");
-    }
+  args.k = map(p.k, p.num_k_heads, "k");
+  args.v = map(p.v, p.num_v_heads, "v");
+  if (p.output) {
+    args.q = map(p.q, p.num_k_heads, "q");
+    args.o = map(p.o, p.num_v_heads, "o");
   }
-  const int grid = std::max(1, std::min(p.max_items, num_sms));
-  const cudaError_t e =
-      p.fused ? bf16 ? launch_fused_type<__nv_bfloat16>(args, grid, stream) : launch_fused_type<__half>(args, grid, stream)
-      : bf16 ? launch_forward_type<__nv_bfloat16>(args, grid, stream)
-              : launch_forward_type<__half>(args, grid, stream);
-  check(e, concat("launch of ", grid, " CTAs, ", bf16 ? "bf16" : "fp16", p.fused ? ", fused" : "",
+  return args;
+}
+void check_launch(cudaError_t e, const ForwardParams& p, int grid) {
+  check(e, concat("launch of ", grid, " CTAs, ", p.dtype == QLA_BFLOAT16 ? "bf16" : "fp16", p.fused ? ", fused" : "",
                   p.v_parts == 2 ? ", V split" : "", p.output ? "" : ", no output")
                .c_str());
+}
+template <bool Norm>
+cudaError_t launch_fused_as(const FusedArgs& args, int grid, cudaStream_t stream) {
+  return args.p.dtype == QLA_BFLOAT16 ? launch_fused_type<__nv_bfloat16, Norm>(args, grid, stream)
+                                      : launch_fused_type<__half, Norm>(args, grid, stream);
+}
+cudaError_t launch_fused(const FusedArgs& args, int grid, cudaStream_t stream) {
+  return args.p.normalise ? launch_fused_as<true>(args, grid, stream) : launch_fused_as<false>(args, grid, stream);
+}
+}  // namespace
+
+void launch_forward(const ForwardParams& p, int num_sms, cudaStream_t stream) {
+  if (p.max_items == 0 && p.batch * p.tokens == 0) return;
+  const ForwardArgs args = forward_args(p);
+  const int grid = std::max(1, std::min(p.max_items, num_sms));
+  const cudaError_t e = p.fused                   ? launch_fused({{args}, 0, {}, {}}, grid, stream)
+                        : p.dtype == QLA_BFLOAT16 ? launch_forward_type<__nv_bfloat16>(args, grid, stream)
+                                                  : launch_forward_type<__half>(args, grid, stream);
+  check_launch(e, p, grid);
+}
+
+void launch_forward_direct(const ForwardParams& p, const segments::Args& plan, const gates::Args& gates, cudaStream_t stream) {
+  const bool plain = gates.g.data && gates.g.dtype == QLA_FLOAT32 && gates.beta.dtype == QLA_FLOAT32 &&
+                     !(gates.flags & (QLA_FLAG_RAW_GATE | QLA_FLAG_BETA_SIGMOID));
+  FusedArgs args{{forward_args(p)}, plain ? kDirectPlain : kDirect, plan, gates};
+  const int grid = args.p.max_items = int(plan.num_seqs) * p.num_v_heads;
+  check_launch(launch_fused(args, grid, stream), p, grid);
 }
 
 }  // namespace qla::cuda

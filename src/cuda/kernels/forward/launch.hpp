@@ -28,8 +28,9 @@ struct ForwardParams {
   const uint8_t* pg = nullptr;
   const float* vec = nullptr;  // [slot][v_head][kVecFloats]
   // The fused form (forward_fused/): Abar and Pg are made inside, vec is chunk_gates' [slot][v_head][kFusedVecFloats]. All of V,
-  // output, no norms, no cut sequences, no h, no checkpoints.
+  // output, no cut sequences, no h, no checkpoints.
   bool fused = false;
+  bool normalise = false;                // fused: q and k by their norms
   float scale = 1.f;                     // fused: of Pg
   StateView initial_state, final_state;  // by sequence, or by state_indices
   StateView checkpoints, h;              // by WorkItem::checkpoint_base / chunk_base
@@ -46,5 +47,15 @@ struct ForwardParams {
 
 void prepare_forward();  // attributes, once a device
 void launch_forward(const ForwardParams& params, int num_sms, cudaStream_t stream);
+// The fused form of an uncut call with a multiprocessor for every item: nothing goes before it. params.vec: room for the gate
+// vectors; plan and items are not used.
+namespace segments {
+struct Args;
+}
+namespace gates {
+struct Args;
+}
+void launch_forward_direct(const ForwardParams& params, const segments::Args& plan, const gates::Args& gates,
+                           cudaStream_t stream);
 
 }  // namespace qla::cuda

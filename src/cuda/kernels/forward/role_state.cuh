@@ -63,7 +63,7 @@ __device__ __forceinline__ void start_state(const ForwardArgs& a, uint32_t item,
   } else if (start == QLA_START_MERGED || start == kStartCarried) {
     const float* from = start == kStartCarried ? a.p.carry_in + int64_t(slot::v_head(item)) * 16384
                                                : a.p.merged + int64_t(slot::start_index(item)) * 16384;
-    load_state_as<float>(S, {const_cast<float*>(from), QLA_FLOAT32, 1, 128}, v0, lane);
+    load_contiguous<1, 128>(S, {const_cast<float*>(from), QLA_FLOAT32, 1, 128}, v0, lane);
   } else {
 #pragma unroll
     for (int i = 0; i < 64; i++) {

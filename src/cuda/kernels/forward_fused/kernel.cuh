@@ -42,8 +42,8 @@
 
 namespace qla::cuda {
 
-template <typename T>
-__global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(const __grid_constant__ ForwardArgs a) {
+template <typename T, bool Norm>
+__global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(const __grid_constant__ FusedArgs a) {
   using Cfg = FusedConfig;
   extern __shared__ uint8_t smem[];
   const FusedSmem sm{(ptx::shared_address(smem) + 1023) & ~1023u};
@@ -57,17 +57,22 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
       ptx::mbarrier_init(sm.raw_values(s), 1);
       for (int part = 0; part < Cfg::kParts; part++) ptx::mbarrier_init(sm.out_full(part, s), 4);
     }
+    ptx::mbarrier_init(sm.gates_ready(), 4 * Cfg::kParts);
+    for (int s = 0; s <= Cfg::kStages; s++) ptx::mbarrier_init(sm.normed(s), 4);
     ptx::mbarrier_init_fence();
+  } else if (threadIdx.x == 32) {
+    for (const CUtensorMap* map : {&a.k, &a.q, &a.v, &a.o}) ptx::tensor_prefetch_map(map);
   }
-  // zeros that stay: above the diagonals of the tiles, and in the exchange memory
+  // zeros that stay: above the diagonals of the tiles, and in the exchange memory; the rehearsal's
   for (int i = threadIdx.x; i < (Cfg::kOffItems - Cfg::kOffPairs) / 16; i += Cfg::kThreads)
     ptx::sts4u(sm.base + Cfg::kOffPairs + 16 * i, 0, 0, 0, 0);
+  for (int i = threadIdx.x; i < Cfg::kVBytes / 16; i += Cfg::kThreads) ptx::sts4u(sm.v_stage(Cfg::kStages) + 16 * i, 0, 0, 0, 0);
   ptx::proxy_fence();
   __syncthreads();
-  ptx::grid_dependency_wait();
   const int group = threadIdx.x / 128;
   if (group == 0) {
     ptx::setmaxnreg_dec<Cfg::kRegsLoad>();
+    ptx::grid_dependency_wait();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       if (threadIdx.x == 0) fused_load_role(a, sm);
@@ -78,10 +83,10 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
     }
   } else if (group == 1) {
     ptx::setmaxnreg_dec<Cfg::kRegsIntra>();
-    intra_role<T>(a, sm);
+    intra_role<T, Norm>(a, sm);
   } else {
     ptx::setmaxnreg_inc<Cfg::kRegsState>();
-    fused_state_role<T>(a, sm, group - 2);
+    fused_state_role<T, Norm>(a, sm, group - 2);
   }
 }
 

@@ -13,19 +13,31 @@
 
 namespace qla::cuda {
 
-inline constexpr int kIntraBarrier = 6;  // named barriers 6 .. 9
+inline constexpr int kIntraBarrier = 6;  // named barriers 6 .. 10
 
-// What is the same for all blocks of a warp and chunk. `lane` is opaque to the compiler: addresses are made anew in every chunk;
-// kept, they would cost registers that the role does not have.
+// What is the same for all blocks of a warp and chunk.
 struct IntraChunk {
   uint32_t vec, abar, ex;  // gate vectors, tile pair, exchange memory
   float scale;
   int lane;
+  tril::Lane at;      // this lane's places, worked out once: the compiler would make them anew for every block
   float2 cum, beta;   // of this lane's rows j, j + 8
   float2 columns[2];  // cumulated gates of this lane's columns i of the next block to be gated
   __device__ __forceinline__ uint32_t pg() const { return abar + kTileSmemBytes; }
   __device__ __forceinline__ uint32_t u() const { return ex + tril::kExBytes; }
 };
+// (F6)'s and U's blocks, as tril::put_tile() and put_u() have them
+template <typename T>
+__device__ __forceinline__ void put_pg_block(const IntraChunk& x, const float* z, int b, int w) {
+  tril::store_block<T>(x.pg() + tril::tile_block<true>(b, w) + x.at.tile, z);
+}
+template <int B>
+__device__ __forceinline__ void put_u_block(const IntraChunk& x, const float* z, int w) {
+  uint32_t at =
+      x.ex + (B == 1 ? tril::kExQ : tril::kExP + 2048 * (B - 2)) + (B == 1 ? x.at.exchange : x.at.exchange ^ uint32_t(32 * w));
+  if (B == 3 && w == 2) at = x.ex + tril::kExQ + (x.at.exchange ^ 32);
+  tril::store_block<__half>(at, z);
+}
 
 template <class X>
 __device__ __forceinline__ void load_gate_columns(X& x, int b) {
@@ -33,8 +45,18 @@ __device__ __forceinline__ void load_gate_columns(X& x, int b) {
   x.columns[0] = ptx::lds2(at);
   x.columns[1] = ptx::lds2(at + 32);
 }
+// of a vector, this lane's four columns of block b: 2 (lane % 4), + 1, + 8, + 9
+struct BlockColumns {
+  float2 at[2];
+  __device__ __forceinline__ BlockColumns(const IntraChunk& x, int which, int b)
+      : at{ptx::lds2(x.vec + (which + 16 * b) * 4 + x.lane % 4 * 8),
+           ptx::lds2(x.vec + (which + 16 * b) * 4 + x.lane % 4 * 8 + 32)} {}
+  // .. of element i of an accumulator block
+  __device__ __forceinline__ float of(int i) const { return i % 2 ? at[i / 4].y : at[i / 4].x; }
+};
+
 // e = G diag(beta) of block (b, w), transposed; its part of K K^T becomes the block of U
-template <int B>
+template <bool Norm, int B>
 __device__ __forceinline__ void fused_gate(float (&acc)[64], float (&e)[8], IntraChunk& x) {
   const float2 columns[2] = {x.columns[0], x.columns[1]};
   if constexpr (B < 3) load_gate_columns(x, B + 1);
@@ -48,9 +70,14 @@ __device__ __forceinline__ void fused_gate(float (&acc)[64], float (&e)[8], Intr
 #pragma unroll
     for (int n = 0; n < 4; n++) acc[8 * B + 4 * h + n] *= -e[4 * h + n];
   }
+  if constexpr (Norm) {
+    const BlockColumns rk(x, kFusedRk, B);
+#pragma unroll
+    for (int i = 0; i < 8; i++) acc[8 * B + i] *= rk.of(i);
+  }
 }
 // .. of a diagonal block, whose rows j + 8 take nothing from columns i < 8
-template <int W>
+template <bool Norm, int W>
 __device__ __forceinline__ void fused_diagonal(float (&acc)[64], float (&e)[8], IntraChunk& x) {
   const float2 low = x.columns[0], high = x.columns[1];
   if constexpr (W < 3) load_gate_columns(x, W + 1);
@@ -62,61 +89,82 @@ __device__ __forceinline__ void fused_diagonal(float (&acc)[64], float (&e)[8], 
   e[6] = exp2_approx(high.x - x.cum.y) * x.beta.y;
   e[7] = exp2_approx(high.y - x.cum.y) * x.beta.y;
   const uint32_t at = x.u() + W * tril::kBlockU + (x.lane / 4 * tril::kPitchU + x.lane % 4 * 2) * 4;
-  const float* k = acc + 8 * W;
+  float* k = acc + 8 * W;
+  if constexpr (Norm) {
+    const BlockColumns rk(x, kFusedRk, W);
+#pragma unroll
+    for (int i = 0; i < 8; i++) k[i] *= rk.of(i);
+  }
   ptx::sts2(at, k[0] * -e[0], k[1] * -e[1]);
   ptx::sts2(at + 32, k[4] * -e[4], k[5] * -e[5]);
   ptx::sts2(at + (8 * tril::kPitchU + 8) * 4, k[6] * -e[6], k[7] * -e[7]);
 }
 // (F6) block (b, w) of Pg diag(beta)
-template <typename T, int B, int W>
-__device__ __forceinline__ void fused_pg(const float (&acc)[64], const float (&e)[8], const IntraChunk& x) {
+template <typename T, bool Norm, int B, bool Diagonal>
+__device__ __forceinline__ void fused_pg(const float (&acc)[64], const float (&e)[8], const IntraChunk& x, int w) {
   const int r = x.lane / 4, t2 = x.lane % 4 * 2;
   float p[8];
+  if constexpr (Norm) {
+    const BlockColumns rq(x, kFusedRq, B);
 #pragma unroll
-  for (int i = 0; i < 8; i++) p[i] = acc[32 + 8 * B + i] * (e[i] * x.scale);
-  if constexpr (B == W) {  // selects: e may be inf above the diagonal
+    for (int i = 0; i < 8; i++) p[i] = acc[32 + 8 * B + i] * (e[i] * rq.of(i));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; i++) p[i] = acc[32 + 8 * B + i] * (e[i] * x.scale);
+  }
+  if constexpr (Diagonal) {  // selects: e may be inf above the diagonal
     p[0] = r <= t2 ? p[0] : 0.f;
     p[1] = r <= t2 + 1 ? p[1] : 0.f;
     p[2] = p[3] = 0.f;
     p[6] = r <= t2 ? p[6] : 0.f;
     p[7] = r <= t2 + 1 ? p[7] : 0.f;
   }
-  tril::put_tile<T, true>(x.pg(), p, B, W, x.lane);
+  put_pg_block<T>(x, p, B, w);
 }
-template <typename T, int B, int W>
-__device__ __forceinline__ void fused_block(float (&acc)[64], float (&e)[8], IntraChunk& x) {
-  fused_gate<B>(acc, e, x);
-  tril::put_u(x.ex, acc + 8 * B, B, W, x.lane);
-  fused_pg<T, B, W>(acc, e, x);
+template <typename T, bool Norm, int B>
+__device__ __forceinline__ void fused_block(float (&acc)[64], float (&e)[8], IntraChunk& x, int w) {
+  fused_gate<Norm, B>(acc, e, x);
+  put_u_block<B>(x, acc + 8 * B, w);
+  fused_pg<T, Norm, B, false>(acc, e, x, w);
 }
 
-template <typename T, int W>
-__device__ __forceinline__ void gates_and_diagonals(float (&acc)[64], IntraChunk& x, uint32_t pair_empty, uint32_t parity) {
+// Warps share what code they can: all of it must stay in the instruction cache.
+template <typename T, bool Norm>
+__device__ __forceinline__ void gates_and_diagonals(float (&acc)[64], IntraChunk& x, int warp, uint32_t pair_empty,
+                                                    uint32_t parity) {
   float e[8];
-  fused_diagonal<W>(acc, e, x);
-  if constexpr (W < 2) {
+  if (warp < 2) {
+    if (warp == 0)
+      fused_diagonal<Norm, 0>(acc, e, x);
+    else
+      fused_diagonal<Norm, 1>(acc, e, x);
     ptx::named_arrive(kIntraBarrier, 128);
     ptx::mbarrier_wait(pair_empty, parity);  // the tiles of two chunks ago have been used
-    fused_pg<T, W, W>(acc, e, x);
-    if constexpr (W == 0) fused_block<T, 1, W>(acc, e, x);
-    fused_block<T, 2, W>(acc, e, x);
-    fused_block<T, 3, W>(acc, e, x);
-  } else {
-    float e3[8];
-    if constexpr (W == 2) {
-      fused_gate<3>(acc, e3, x);
-      tril::put_u(x.ex, acc + 24, 3, W, x.lane);
+    if (warp == 0) {
+      fused_pg<T, Norm, 0, true>(acc, e, x, 0);
+      fused_block<T, Norm, 1>(acc, e, x, 0);
+    } else {
+      fused_pg<T, Norm, 1, true>(acc, e, x, 1);
     }
+    fused_block<T, Norm, 2>(acc, e, x, warp);
+  } else {
+    if (warp == 2)
+      fused_diagonal<Norm, 2>(acc, e, x);
+    else
+      fused_diagonal<Norm, 3>(acc, e, x);
     ptx::mbarrier_wait(pair_empty, parity);
     ptx::named_sync(kIntraBarrier, 128);
-    tril::diagonal_inverses<T, true>(x.abar, x.ex, x.u(), W - 2, x.lane);
-    fused_pg<T, W, W>(acc, e, x);
-    if constexpr (W == 2) fused_pg<T, 3, W>(acc, e3, x);
+    tril::diagonal_inverses<T, true>(x.abar, x.ex, x.u(), warp - 2, x.lane);
+    if (warp == 2)
+      fused_pg<T, Norm, 2, true>(acc, e, x, 2);
+    else
+      fused_pg<T, Norm, 3, true>(acc, e, x, 3);
   }
+  if (warp < 3) fused_block<T, Norm, 3>(acc, e, x, warp);
 }
 
 // An operand did not fit fp16: the whole inverse again in fp32, K K^T included. Rare, so slow and with few registers.
-template <typename T>
+template <typename T, bool Norm>
 __device__ __forceinline__ void redo_guarded(const IntraChunk& x, uint32_t keys, int tid) {
 #pragma unroll 1
   for (int at = tid; at < 10 * 256; at += 128) {
@@ -132,6 +180,7 @@ __device__ __forceinline__ void redo_guarded(const IntraChunk& x, uint32_t keys,
     }
     const float e = exp2_approx(ptx::lds(x.vec + (kFusedCum + i) * 4) - ptx::lds(x.vec + (kFusedCum + j) * 4)) *
                     ptx::lds(x.vec + (kFusedBeta + j) * 4);
+    if constexpr (Norm) sum *= ptx::lds(x.vec + (kFusedRk + i) * 4);
     ptx::sts(x.ex + tril::guarded_block(b, w) + (at / 16 % 16 * 16 + at % 16) * 4, j < i ? -e * sum : 0.f);
   }
   ptx::named_sync(kIntraBarrier, 128);
@@ -159,53 +208,88 @@ __device__ __forceinline__ void load_gates(IntraChunk& x, int warp) {
   load_gate_columns(x, warp);
 }
 
+// Inverse norms of a stage's rows, under the products; a thread a row of K or Q. They go into the gate vectors, which then are
+//   gamma rk, scale gamma rq, tail beta rk; for this role beta rk, and rk and scale rq of the columns; and gamma_C.
 template <typename T>
+__device__ __forceinline__ void put_norms(uint32_t stage, float scale, int tid) {
+  const int row = tid % 64, which = tid / 64;
+  const uint32_t tile = stage + which * 8192, vec = stage + FusedConfig::kOffVec + row * 4;
+  float sum[4] = {};
+#pragma unroll 2
+  for (int i = 0; i < 16; i++) {
+    const uint4 x = ptx::lds4u(tile + i / 8 * FusedConfig::kPanelBytes + swizzle_128(row * 128 + i % 8 * 16));
+    const float2 f0 = unpack<T>(x.x), f1 = unpack<T>(x.y), f2 = unpack<T>(x.z), f3 = unpack<T>(x.w);
+    sum[0] = fmaf(f0.x, f0.x, fmaf(f0.y, f0.y, sum[0]));
+    sum[1] = fmaf(f1.x, f1.x, fmaf(f1.y, f1.y, sum[1]));
+    sum[2] = fmaf(f2.x, f2.x, fmaf(f2.y, f2.y, sum[2]));
+    sum[3] = fmaf(f3.x, f3.x, fmaf(f3.y, f3.y, sum[3]));
+  }
+  const float r = rsqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + 1e-6f);
+  const auto times_r = [&](int which) { ptx::sts(vec + which * 4, ptx::lds(vec + which * 4) * r); };
+  if (which == 0) {
+    if (row == 63) ptx::sts(stage + FusedConfig::kOffVec + kFusedDecay * 4, ptx::lds(vec + kFusedGamma * 4));
+    times_r(kFusedGamma);
+    times_r(kFusedE);
+    times_r(kFusedBeta);
+    ptx::sts(vec + kFusedRk * 4, r);
+  } else {
+    times_r(kFusedQ);
+    ptx::sts(vec + kFusedRq * 4, scale * r);
+  }
+}
+
+template <typename T, bool Norm>
 __device__ __forceinline__ void intra_role(const ForwardArgs& a, const FusedSmem& sm) {
   const int warp = threadIdx.x / 32 % 4;
+  tril::Lane at(threadIdx.x % 32);
   const auto tiles = sm.tiles();
   const auto pairs = sm.pairs();
-  FusedWalk walk;
-  for (;; walk.next_item()) {
+  FusedWalk walk = FusedWalk::rehearsal(0);
+  for (;;) {
+#pragma unroll 1
+    while (walk.more()) {
+      ptx::mbarrier_wait(tiles.full(walk.stage), walk.phase());
+      const uint32_t stage = uniform(sm.stage(walk.stage));
+      asm volatile("" : "+r"(at.tile), "+r"(at.exchange));  // sums with them are not kept over a chunk
+      int lane = threadIdx.x % 32;
+      asm volatile("" : "+r"(lane));
+      IntraChunk x{stage + FusedConfig::kOffVec, uniform(sm.pair(walk.pair())), sm.exchange(), a.p.scale, lane, at, {}, {}, {}};
+      const uint64_t kq = descriptor_k_major(stage);
+      float acc[64];
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int w = 0; w < 8; w++) {
+        const uint64_t d = descriptor_at(kq, w / 4 * FusedConfig::kPanelBytes + w % 4 * 32);
+        ptx::wgmma_ss<T, 0>(acc, d, d, w > 0);
+      }
+      ptx::wgmma_commit();
+      if constexpr (Norm) {
+        put_norms<T>(stage, a.p.scale, thread_in_group());
+        ptx::named_sync(kIntraBarrier + 4, 128);
+        if (thread_in_group() % 32 == 0 && !walk.rehearses()) ptx::mbarrier_arrive(sm.normed(walk.stage));
+      }
+      load_gates(x, warp);
+      ptx::wgmma_wait();
+      const uint32_t empty = pairs.empty(walk.pair()), parity = walk.pair_phase() ^ 1;
+      gates_and_diagonals<T, Norm>(acc, x, warp, empty, parity);
+      ptx::proxy_fence();
+      ptx::named_sync(kIntraBarrier + 1, 128);
+      const bool poison = tril::off_diagonal_blocks<T, true>(x.abar, x.ex, warp, at, kIntraBarrier + 2);
+      ptx::proxy_fence();
+      if (any_of_128(kIntraBarrier + 3, poison)) [[unlikely]]
+        redo_guarded<T, Norm>(x, stage, thread_in_group());
+      if (thread_in_group() % 32 == 0 && !walk.rehearses()) ptx::mbarrier_arrive(pairs.full(walk.pair()));
+      walk.next_chunk();
+    }
+    if (walk.rehearsed())
+      walk.first_item();
+    else
+      walk.next_item();
     ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
     if (!slot::valid(sm.slot_address(walk.slot()))) break;
     walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
     __syncwarp();
     if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
-#pragma unroll 1
-    while (walk.more()) {
-      const uint32_t stage = sm.stage(walk.stage);
-      ptx::mbarrier_wait(tiles.full(walk.stage), walk.phase());
-      int lane = threadIdx.x % 32;
-      asm volatile("" : "+r"(lane));
-      IntraChunk x{stage + FusedConfig::kOffVec, sm.pair(walk.pair()), sm.exchange(), a.p.scale, lane, {}, {}, {}};
-      float acc[64];
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int w = 0; w < 8; w++) {
-        const uint64_t d = descriptor_k_major(stage + w / 4 * FusedConfig::kPanelBytes + w % 4 * 32);
-        ptx::wgmma_ss<T, 0>(acc, d, d, w > 0);
-      }
-      ptx::wgmma_commit();
-      load_gates(x, warp);
-      ptx::wgmma_wait();
-      const uint32_t empty = pairs.empty(walk.pair()), parity = walk.pair_phase() ^ 1;
-      if (warp == 0)
-        gates_and_diagonals<T, 0>(acc, x, empty, parity);
-      else if (warp == 1)
-        gates_and_diagonals<T, 1>(acc, x, empty, parity);
-      else if (warp == 2)
-        gates_and_diagonals<T, 2>(acc, x, empty, parity);
-      else
-        gates_and_diagonals<T, 3>(acc, x, empty, parity);
-      ptx::proxy_fence();
-      ptx::named_sync(kIntraBarrier + 1, 128);
-      const bool poison = tril::off_diagonal_blocks<T, true>(x.abar, x.ex, warp, lane, kIntraBarrier + 2);
-      ptx::proxy_fence();
-      if (any_of_128(kIntraBarrier + 3, poison)) [[unlikely]]
-        redo_guarded<T>(x, stage, thread_in_group());
-      if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(pairs.full(walk.pair()));
-      walk.next_chunk();
-    }
   }
 }
 

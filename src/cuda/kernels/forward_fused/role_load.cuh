@@ -2,26 +2,25 @@
 // once an item; what the load thread needs between a stage's release and its loads is in registers and advances by a stride.
 #pragma once
 
+#include "cuda/kernels/forward_fused/direct.cuh"
 #include "cuda/kernels/forward_fused/smem.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace qla::cuda {
 
 // ---- load: one thread
-__device__ __forceinline__ void put_field(uint32_t slot, size_t offset, int x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(slot + uint32_t(offset)), "r"(x) : "memory");
-}
 // An item's slot, completed by what only the device knows (as fetch_item() in forward/role_load.cuh). False: no more work.
-__device__ __forceinline__ bool fetch_fused_item(const ForwardArgs& a, uint32_t slot, int index) {
-  if (index < a.p.max_items) {  // beside the load of num_items, and not through registers
+__device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, uint32_t slot, int index) {
+  if (index < a.p.max_items && !a.direct) {  // beside the load of num_items, and not through registers
     const uint4* from = reinterpret_cast<const uint4*>(a.p.items + index);
 #pragma unroll
     for (int i = 0; i < 4; i++) ptx::cp_async<16>(slot + 16 * i, from + i);
   }
-  const bool valid = index < a.p.plan->num_items;
+  const bool valid = index < (a.direct ? a.p.max_items : a.p.plan->num_items);
   put_field(slot, offsetof(ItemSlot, valid), valid);
   ptx::cp_async_wait_all();
   if (!valid) return false;
+  if (a.direct) put_direct_item(a, slot);
   const int sequence = slot::sequence(slot);
   int state = sequence, skip_rows = 0;
   if (a.p.state_indices) {
@@ -45,13 +44,21 @@ __device__ __forceinline__ bool fetch_fused_item(const ForwardArgs& a, uint32_t 
   return true;
 }
 
-__device__ __forceinline__ void fused_load_role(const ForwardArgs& a, const FusedSmem& sm) {
+__device__ __forceinline__ const float* first_record(const FusedArgs& a, uint32_t item) {
+  return a.p.vec + (int64_t(slot::chunk_slot(item)) * a.p.num_v_heads + slot::v_head(item)) * kFusedVecFloats;
+}
+// The first chunks that a CTA loads. In a direct launch the gate vectors are still being made: they are loaded behind the first
+// tiles. And all CTAs begin at once, so that memory would deliver the first tiles last: what the third chunk needs is not asked
+// for before the first one's Abar is there.
+enum LoadStep { kTilesAlone, kVectorsAlone, kFirstChunk = kVectorsAlone + 1, kThirdChunk = kFirstChunk + 2, kAnyChunk };
+__device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedSmem& sm) {
   using Cfg = FusedConfig;
   const auto tiles = sm.tiles();
   const auto values = sm.values();
   int s = 0;
   uint32_t phase = 1;  // of the empty barriers: the first round passes
   uint32_t taken = 0;
+  int step = a.direct ? kTilesAlone : kFirstChunk;
   for (int index = blockIdx.x;;) {
     ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
     const uint32_t item = sm.slot_address(taken & 1);
@@ -61,24 +68,27 @@ __device__ __forceinline__ void fused_load_role(const ForwardArgs& a, const Fuse
     taken++;
     const int v_head = slot::v_head(item), k_head = v_head / (a.p.num_v_heads / a.p.num_k_heads), batch = slot::batch(item);
     const bool has_tail = slot::last_rows(item) != 64;
-    const float* record = a.p.vec + (int64_t(slot::chunk_slot(item)) * a.p.num_v_heads + v_head) * kFusedVecFloats;
+    const float* record = first_record(a, item);
     int row = slot::row(item);
 #pragma unroll 1
     for (int left = slot::chunks(item); left > 0; left--) {
       const bool raw = left == 1 && has_tail;
+      if (step == kThirdChunk) ptx::mbarrier_wait(sm.pairs().full(0), 0);
       ptx::mbarrier_wait(tiles.empty(s), phase);
       {
         const uint32_t st = sm.stage(s), bar = raw ? sm.raw_tiles(s) : tiles.full(s);
-        ptx::mbarrier_arrive_expect(bar, Cfg::kKqBytes + 4 * kFusedVecFloats);
+        if (step != kVectorsAlone) {
+          ptx::mbarrier_arrive_expect(bar, Cfg::kKqBytes + 4 * kFusedVecFloats);
 #pragma unroll
-        for (int p = 0; p < 2; p++) {
-          ptx::tensor_load_4d(st + p * Cfg::kPanelBytes, &a.k, 64 * p, k_head, row, batch, bar);
-          ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
+          for (int p = 0; p < 2; p++) {
+            ptx::tensor_load_4d(st + p * Cfg::kPanelBytes, &a.k, 64 * p, k_head, row, batch, bar);
+            ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
+          }
         }
-        ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
+        if (step != kTilesAlone) ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
       }
-      ptx::mbarrier_wait(values.empty(s), phase);
-      {
+      if (step != kVectorsAlone) {
+        ptx::mbarrier_wait(values.empty(s), phase);
         const uint32_t v = sm.v_stage(s), bar = raw ? sm.raw_values(s) : values.full(s);
         ptx::mbarrier_arrive_expect(bar, Cfg::kVBytes);
 #pragma unroll
@@ -87,8 +97,16 @@ __device__ __forceinline__ void fused_load_role(const ForwardArgs& a, const Fuse
       row += 64;
       record += a.p.num_v_heads * kFusedVecFloats;
       if (++s == Cfg::kStages) s = 0, phase ^= 1;
+      if (step == kTilesAlone) {  // the first chunk once more
+        ptx::mbarrier_wait(sm.gates_ready(), 0);
+        left++;
+        row -= 64;
+        record -= a.p.num_v_heads * kFusedVecFloats;
+        s = 0;
+      }
+      if (step < kAnyChunk) step++;
     }
-    index = gridDim.x + atomicAdd(&a.p.plan->next_item, 1);
+    index = a.direct ? a.p.max_items : gridDim.x + atomicAdd(&a.p.plan->next_item, 1);
   }
 }
 
@@ -144,11 +162,12 @@ __device__ __forceinline__ void zero_rows_from(uint32_t panel, int rows, int run
 #pragma unroll 1
     for (int at = rows * 128 + lane * 16; at < 8192; at += 512) ptx::sts4u(panel + run * 8192 + at, 0, 0, 0, 0);
 }
-__device__ __forceinline__ void fused_helper_role(const ForwardArgs& a, const FusedSmem& sm) {
+__device__ __forceinline__ void fused_helper_role(const FusedArgs& a, const FusedSmem& sm) {
   const int lane = threadIdx.x % 32;
   if (a.p.batch == 1) {  // tokens after the last sequence; dense input has none
+    const int end = a.direct ? int(segments::boundary(a.plan, a.plan.num_seqs)) : int(a.p.plan->end_token);
 #pragma unroll 1
-    for (int token = int(a.p.plan->end_token) + blockIdx.x; token < a.p.tokens; token += gridDim.x)
+    for (int token = end + blockIdx.x; token < a.p.tokens; token += gridDim.x)
 #pragma unroll 1
       for (int h = 0; h < a.p.num_v_heads; h++) zero_row(a, 0, token, h, lane, 32);
   }

@@ -3,45 +3,52 @@
 #pragma once
 
 #include "cuda/kernels/forward/role_state.cuh"
+#include "cuda/kernels/forward_fused/direct.cuh"
 #include "cuda/kernels/forward_fused/smem.cuh"
 
 namespace qla::cuda {
 
-template <typename T>
-__device__ __forceinline__ void fused_state_role(const ForwardArgs& a, const FusedSmem& sm, int part) {
+template <typename T, bool Norm>
+__device__ __forceinline__ void fused_state_role(const FusedArgs& a, const FusedSmem& sm, int part) {
   using Cfg = FusedConfig;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   // this lane's row of V and O; 16 tokens further: + 2,048
-  const uint32_t v_lane = transposed_lane(part * 8192, 0, warp * 16, 64, lane);
+  uint32_t v_lane = transposed_lane(part * 8192, 0, warp * 16, 64, lane);
+  asm volatile("" : "+r"(v_lane));  // kept, not made anew in every chunk
   const auto tiles = sm.tiles();
   auto take_turn = [&] { ptx::named_sync(4 + part, 256); };
   auto pass_turn = [&] { ptx::named_arrive(5 - part, 256); };
   if (part == 1) pass_turn();
-  FusedWalk walk;
+  if (a.direct) {
+    direct_gates(a, 4 * part + warp, 4 * Cfg::kParts, lane);
+    ptx::proxy_fence_global();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(sm.gates_ready());
+  }
+  FusedWalk walk = FusedWalk::rehearsal(1);
   float S[2][32];
   float(&state)[64] = reinterpret_cast<float(&)[64]>(S);
-  for (;; walk.next_item()) {
-    ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
-    if (!slot::valid(sm.slot_address(walk.slot()))) break;
-    start_state(a, sm.slot_address(walk.slot()), S, part);
+#pragma unroll
+  for (int i = 0; i < 64; i++) state[i] = 0.f;
+  for (;;) {
 #pragma unroll 1
-    for (walk.begin_item(slot::chunks(sm.slot_address(walk.slot()))); walk.more(); walk.next_chunk()) {
+    for (; walk.more(); walk.next_chunk()) {
       const int s = walk.stage;
       ptx::mbarrier_wait(tiles.full(s), walk.phase());
-      const uint32_t st = sm.stage(s), vec = st + Cfg::kOffVec + lane % 4 * 8, v = sm.v_stage(s) + v_lane,
-                     abar = sm.pair(walk.pair());
+      const uint32_t st = uniform(sm.stage(s)), abar = uniform(sm.pair(walk.pair())), vec = st + Cfg::kOffVec + lane % 4 * 8,
+                     v = sm.v_stage(s) + v_lane;
       uint32_t sf[32];
 #pragma unroll
       for (int i = 0; i < 32; i++) sf[i] = pack<T>(state[2 * i], state[2 * i + 1]);
-      const float gamma_c = ptx::lds(st + Cfg::kOffVec + (kFusedGamma + 63) * 4);
-#pragma unroll
-      for (int i = 0; i < 64; i++) state[i] *= gamma_c;  // before anything is issued: later is slower
-      float acc[64];                                     // (K S)^T, (Q S)^T
+      if constexpr (Norm) ptx::mbarrier_wait(sm.normed(s), walk.phase());  // the intra role is ahead
+      const uint64_t kq = descriptor_k_major(st), k = descriptor_mn_major(st, Cfg::kPanelBytes),
+                     tile = descriptor_k_major_32(abar);
+      float acc[64];  // (K S)^T, (Q S)^T
       take_turn();
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 8; w++)
-        ptx::wgmma_rs<T, 0>(acc, sf + 4 * w, descriptor_k_major(st + w / 4 * Cfg::kPanelBytes + w % 4 * 32), w > 0);
+        ptx::wgmma_rs<T, 0>(acc, sf + 4 * w, descriptor_at(kq, w / 4 * Cfg::kPanelBytes + w % 4 * 32), w > 0);
       ptx::wgmma_commit();
       ptx::mbarrier_wait(sm.values().full(s), walk.phase());
       uint32_t vt[16];
@@ -67,12 +74,16 @@ __device__ __forceinline__ void fused_state_role(const ForwardArgs& a, const Fus
         o[4 * n + 2] = acc[34 + 4 * n] * scale[n].x;
         o[4 * n + 3] = acc[35 + 4 * n] * scale[n].y;
       }
-      ptx::mbarrier_wait(sm.pairs().full(walk.pair()), walk.pair_phase());
+      const float gamma_c = ptx::lds(st + Cfg::kOffVec + (Norm ? kFusedDecay : kFusedGamma + 63) * 4);
+#pragma unroll
+      for (int i = 0; i < 64; i++) state[i] *= gamma_c;  // while Abar is waited for; with products in flight ptxas serialises
+      // the rehearsal's: empty(0)
+      ptx::mbarrier_wait(sm.pairs().full(walk.pair() + (walk.rehearses() ? 2 : 0)), walk.pair_phase());
       float delta[32];
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F5)
-        ptx::wgmma_rs<T, 0>(delta, rf + 4 * w, descriptor_k_major_32(abar + 2048 * w), w > 0);
+        ptx::wgmma_rs<T, 0>(delta, rf + 4 * w, descriptor_at(tile, 2048 * w), w > 0);
       ptx::wgmma_commit();
       load_columns(scale, vec + kFusedE * 4);
       ptx::pin(o);
@@ -83,10 +94,10 @@ __device__ __forceinline__ void fused_state_role(const ForwardArgs& a, const Fus
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F9) S^T += E^T K
-        ptx::wgmma_rs<T, 1>(state, ef + 4 * w, descriptor_mn_major(st + 2048 * w, Cfg::kPanelBytes), 1);
+        ptx::wgmma_rs<T, 1>(state, ef + 4 * w, descriptor_at(k, 2048 * w), 1);
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F7) second term
-        ptx::wgmma_rs<T, 0>(o, df + 4 * w, descriptor_k_major_32(abar + kTileSmemBytes + 2048 * w), 1);
+        ptx::wgmma_rs<T, 0>(o, df + 4 * w, descriptor_at(tile, kTileSmemBytes + 2048 * w), 1);
       ptx::wgmma_commit();
       ptx::wgmma_wait();
 #pragma unroll
@@ -95,15 +106,25 @@ __device__ __forceinline__ void fused_state_role(const ForwardArgs& a, const Fus
                                pack<T>(o[8 * j + 4], o[8 * j + 5]), pack<T>(o[8 * j + 6], o[8 * j + 7]));
       ptx::proxy_fence();
       __syncwarp();
-      if (lane == 0) {
+      if (lane == 0 && !walk.rehearses()) {
         ptx::mbarrier_arrive(sm.out_full(part, s));
         ptx::mbarrier_arrive(tiles.empty(s));
         ptx::mbarrier_arrive(sm.pairs().empty(walk.pair()));
       }
     }
-    save_state<Cfg>(a, sm.slot_address(walk.slot()), S, 0, true, part);
-    ptx::named_sync(2 + part, 128);
-    if (threadIdx.x % 128 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
+    if (walk.rehearsed()) {
+      walk.first_item();
+      ptx::grid_dependency_wait();
+    } else {
+      save_state<Cfg>(a, sm.slot_address(walk.slot()), S, 0, true, part);
+      ptx::named_sync(2 + part, 128);
+      if (threadIdx.x % 128 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
+      walk.next_item();
+    }
+    ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
+    if (!slot::valid(sm.slot_address(walk.slot()))) break;
+    start_state(a, sm.slot_address(walk.slot()), S, part);
+    walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
   }
   if (part == 0) take_turn();
 }

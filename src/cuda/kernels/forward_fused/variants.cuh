@@ -1,4 +1,4 @@
-// One element type of the fused forward: attributes and launch. Included by one .cu an element type.
+// One variant of the fused forward: attributes and launch. Included by one .cu each.
 #pragma once
 
 #include "cuda/dependent_launch.hpp"
@@ -7,15 +7,15 @@
 
 namespace qla::cuda {
 
-template <typename T>
+template <typename T, bool Norm>
 cudaError_t prepare_fused_type() {
-  return cudaFuncSetAttribute(gdn_forward_fused<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, FusedConfig::kSmemBytes);
+  return cudaFuncSetAttribute(gdn_forward_fused<T, Norm>, cudaFuncAttributeMaxDynamicSharedMemorySize, FusedConfig::kSmemBytes);
 }
 
-template <typename T>
-cudaError_t launch_fused_type(const ForwardArgs& args, int grid, cudaStream_t stream) {
-  return launch_dependent(gdn_forward_fused<T>, grid, FusedConfig::kThreads, FusedConfig::kSmemBytes, args.p.dependent, stream,
-                          args);
+template <typename T, bool Norm>
+cudaError_t launch_fused_type(const FusedArgs& args, int grid, cudaStream_t stream) {
+  return launch_dependent(gdn_forward_fused<T, Norm>, grid, FusedConfig::kThreads, FusedConfig::kSmemBytes, args.p.dependent,
+                          stream, args);
 }
 
 }  // namespace qla::cuda

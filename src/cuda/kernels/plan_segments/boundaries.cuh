@@ -17,13 +17,22 @@ struct Span {
 __device__ __forceinline__ int64_t raw_boundary(const Args& a, int64_t n) {
   return a.index_dtype == QLA_INT64 ? static_cast<const int64_t*>(a.cu_seqlens)[n] : static_cast<const int32_t*>(a.cu_seqlens)[n];
 }
+__device__ __forceinline__ int64_t clamp_boundary(const Args& a, int64_t x) { return x < 0 ? 0 : x > a.tokens ? a.tokens : x; }
 __device__ __forceinline__ int64_t boundary(const Args& a, int64_t n) {
   if (!a.cu_seqlens) return n * a.tokens;
-  const int64_t x = raw_boundary(a, n);
-  return x < 0 ? 0 : x > a.tokens ? a.tokens : x;
+  return clamp_boundary(a, raw_boundary(a, n));
 }
 __device__ __forceinline__ Span span_of(const Args& a, int64_t n) {
-  Span s{boundary(a, n), boundary(a, n + 1)};
+  if (!a.cu_seqlens) return {n * a.tokens, (n + 1) * a.tokens};
+  int64_t bos, eos;  // both asked for before one is looked at
+  if (a.index_dtype == QLA_INT64) {
+    const int64_t* at = static_cast<const int64_t*>(a.cu_seqlens) + n;
+    bos = at[0], eos = at[1];
+  } else {
+    const int32_t* at = static_cast<const int32_t*>(a.cu_seqlens) + n;
+    bos = at[0], eos = at[1];
+  }
+  Span s{clamp_boundary(a, bos), clamp_boundary(a, eos)};
   if (s.eos < s.bos) s.eos = s.bos;
   return s;
 }
