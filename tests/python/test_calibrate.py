@@ -127,6 +127,67 @@ for lengths, heads in (([32768], (2, 8)), ([8192] * 4, (16, 64)), ([1024, 7168],
     assert done.returncode == 0, done.stderr
 
 
+FAKE_GPU = """
+import argparse, contextlib, random, sys
+from pathlib import Path
+import torch
+from qla import planbench, sweep
+
+def on_cpu(make):
+    return lambda *args, **options: make(*args, **{k: v for k, v in options.items() if k != "device"})
+
+torch.cuda.is_available, torch.cuda.init, torch.cuda.synchronize = (lambda: True), (lambda: None), (lambda: None)
+torch.cuda._sleep, torch.cuda.stream = (lambda cycles: None), (lambda stream: contextlib.nullcontext())
+torch.cuda.Stream = type("Stream", (), {"cuda_stream": 1})
+torch.randn, torch.empty, torch.tensor = on_cpu(torch.empty), on_cpu(torch.empty), on_cpu(torch.tensor)
+
+def inputs(row, seed, grads):
+    tokens, (hk, hv) = sum(row.lengths), row.heads
+    shapes = {"q": (hk, 128), "k": (hk, 128), "v": (hv, 128), "g": (hv,), "beta": (hv,)}
+    return {name: torch.empty(1, tokens, *shape) for name, shape in shapes.items()}
+
+class Driver:
+    calls = []
+    def __call__(self, name, *arguments):
+        Driver.calls.append(name)
+        if name == "cuEventElapsedTime":
+            arguments[0]._obj.value = random.uniform(0.1, 0.13)
+
+class Library:
+    def __init__(self, real):
+        self.real = real
+    def __getattr__(self, name):
+        if name in ("qla_gdn_forward", "qla_prepare"):
+            return lambda *arguments: 0
+        if name == "qla_gdn_forward_workspace_range":
+            def sizes(args, least, best):
+                least._obj.value, best._obj.value = 1000, 2000
+                return 0
+            return sizes
+        return getattr(self.real, name)
+
+planbench.make_inputs, planbench.Driver = inputs, Driver
+real = planbench.open_copies
+planbench.open_copies = lambda folder: {form: Library(library) for form, library in real(folder).items()}
+sweep.sweep(argparse.Namespace(out=Path(sys.argv[1]), table=None, rows="2:8"))
+count = Driver.calls.count
+assert count("cuGraphInstantiateWithFlags") == count("cuGraphExecDestroy") == count("cuStreamEndCapture") > 50
+"""
+
+
+def test_sweep_from_the_first_row_to_the_table(tmp_path: Path) -> None:
+    """With a GPU that takes random times: every plan is asked for, every graph freed, every row written."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PACKAGES}
+    done = subprocess.run([sys.executable, "-c", FAKE_GPU, str(tmp_path)], capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text().splitlines()]
+    assert len(rows) == 19 and "of 19 rows" in (tmp_path / "sweep.md").read_text()
+    for row in rows:
+        assert [0, 1] in [plan[:2] for plan in row["all"]] and row["best_us"] > 0 and row["planner_us"] > 0
+    lengths = {segment for segment, form, _ in next(r for r in rows if r["lengths"] == "1x32768")["all"] if form == 2}
+    assert {0, 8, 16, 256} <= lengths  # none, and 64, 32 and 2 segments
+
+
 def test_sweep_table_names_rows_that_are_over() -> None:
     row = {
         "lengths": "1x2048",
