@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import queue
+import re
 import statistics
 import subprocess
 import sys
@@ -76,6 +77,11 @@ class Peer:
     def _last_words(self) -> str:
         self.errors.seek(0)
         return (self.errors.read().strip().splitlines() or ["its process ended without a word"])[-1]
+
+    @property
+    def named(self) -> str:
+        """`what` without the path of the file that was imported."""
+        return re.sub(r" \(/[^)]*\)", "", self.what)
 
     def start(self) -> None:
         """Waits until it has imported what it needs. All are started before the first is waited for."""

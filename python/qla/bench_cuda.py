@@ -237,7 +237,9 @@ def main(args: argparse.Namespace) -> int:
             torch.cuda.empty_cache()
     for peer in peers:
         peer.close()
-    notes = summary(results) + [f"{peer.name}: {peer.what}" for peer in peers]
+    notes = summary(results) + [
+        f"{peer.name}: {peer.named}" for peer in peers
+    ]  # without the path that was printed: this machine's
     if args.host:
         notes.append(host_cost())
     notes.append(

@@ -85,6 +85,8 @@ def test_peers_that_are_not_there_say_so(monkeypatch):
     peers = bench_beside.wanted(arguments("auto"))
     assert [p.name for p in peers] == ["flashinfer", "fla"]
     assert all(p.what == "not measured: not installed" and not p.alive for p in peers)
+    peers[0].what = "FlashQLA 0.1.2 (/somewhere/flash_qla/__init__.py): not measured any further"
+    assert peers[0].named == "FlashQLA 0.1.2: not measured any further"
     (original,) = bench_beside.wanted(arguments("flash_qla"))
     assert "--flash-qla-path" in original.what
     assert bench_beside.wanted(arguments("none")) == []
