@@ -39,10 +39,14 @@ struct Problem {
   int64_t slots() const { return range_slots ? std::min(range_slots, all_slots() - first_slot) : all_slots(); }
   int64_t seqs() const { return int64_t(cu.size()) - 1; }
 };
+// bound on merged boundaries
+int64_t most_states(const Problem& p) {
+  return p.rule.segment_chunks ? (p.tokens / 64 + p.seqs()) / p.rule.segment_chunks * p.heads : 0;
+}
 
 Tables run(const Problem& p, const std::string& name) {
   const int64_t segments = qla::plan::most_segments(p.tokens, p.seqs(), p.rule), items = segments * p.heads * p.v_parts;
-  const int64_t states = p.rule.segment_chunks ? (p.tokens / 64 + p.seqs()) / p.rule.segment_chunks * p.heads : 0;
+  const int64_t states = most_states(p);
   std::vector<int32_t> narrow(p.cu.begin(), p.cu.end());
   Device<int32_t> cu32(narrow);
   Device<int64_t> cu64(p.cu);
@@ -119,7 +123,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
   std::vector<std::pair<int, int>> want_chains;
   std::vector<uint8_t> want_transitions;
   std::map<int64_t, ChunkRecord> records;
-  const int64_t states = p.rule.segment_chunks ? (p.tokens / 64 + p.seqs()) / p.rule.segment_chunks * p.heads : 0;
+  const int64_t states = most_states(p);
   int entry = 0;
   bool bases = true;
   std::vector<int64_t> chunk_base(p.seqs() + 1, 0), checkpoint_base(p.seqs() + 1, 0);
@@ -209,6 +213,12 @@ void inside(const Problem& p, const Tables& t, const std::string& name) {
   for (const ChunkRecord& r : t.chunks)
     good &= r.rows == 0 || (r.rows > 0 && r.rows <= 64 && r.token >= 0 && r.token + r.rows <= p.tokens && r.sequence >= 0 &&
                             r.sequence < p.seqs());
+  const int64_t states = most_states(p);
+  for (const MergeChain& c : t.chains) good &= c.first >= 0 && c.count > 0 && int64_t(c.first) + c.count <= states;
+  for (const WorkItem& i : t.items)  // a merged start is one of a chain's entries
+    if (p.rule.segment_chunks && i.start == QLA_START_MERGED)
+      good &= std::any_of(t.chains.begin(), t.chains.end(),
+                          [&](const MergeChain& c) { return i.start_index >= c.first && i.start_index < c.first + c.count; });
   for (const auto* list : {&t.items, &t.pre_items})
     for (const WorkItem& i : *list) {
       good &= i.token >= 0 && i.chunks >= 0 && i.slot >= 0 && int64_t(i.slot) + i.chunks <= p.slots() && i.sequence >= 0 &&
@@ -280,6 +290,16 @@ int main(int argc, char** argv) {
     Problem q = boundaries(std::vector<int64_t>(70000, 3), 0);
     gates(q);
     compare(q, run(q, "70,000 sequences"), "70,000 sequences");
+  }
+  for (int heads : {1, 5}) {  // the same tokens again and again, none of them forgotten: more entries than shapes allow
+    Problem p;
+    p.tokens = 64 * 64;
+    p.cu = {0, p.tokens, 0, p.tokens, 0, p.tokens, 0, p.tokens};
+    p.heads = heads;
+    p.rule.segment_chunks = 4, p.rule.max_warmup_chunks = 4;
+    p.decay.assign(size_t(p.all_slots() * p.heads), 0.f);
+    const std::string name = "overlapping sequences, " + std::to_string(heads) + " heads";
+    inside(p, run(p, name), name);
   }
   for (int round = 0; round < (quick ? 4 : 20); round++) {  // bad boundaries
     Problem p;

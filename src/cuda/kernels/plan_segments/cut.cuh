@@ -247,7 +247,8 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
         }
       }
       if (is_end) {  // the job's chain
-        const int32_t begin = s.first_unit[j], last = units[u].entry,
+        // overlapping sequences may count more entries than the shapes allow: the chain ends with the last one there is
+        const int32_t begin = s.first_unit[j], last = min(units[u].entry, a.most_states),
                       before = begin == u ? last : units[begin].entry - (merged(begin + 1) ? 1 : 0);
         if (last > before) {
           const int32_t chain = atomicAdd(&s.chains, 1);
