@@ -164,7 +164,9 @@ def _prepare(
     call.max_bytes = 0
     if backward_mib is not None:
         if backward_mib < 0:
-            raise ValueError(f"backward_mib: expected 0 (as little as possible) or more MiB, got {backward_mib}; None is the default")
+            raise ValueError(
+                f"backward_mib: expected 0 (as little as possible) or more MiB, got {backward_mib}; None is the default"
+            )
         call.max_bytes = max(1, int(backward_mib) << 20)
     if call.needs:
         for name, given in (("out", out), ("state_indices", state_indices), ("state_checkpoints", state_checkpoints)):

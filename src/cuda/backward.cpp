@@ -1,8 +1,8 @@
-// The CUDA backward: plan -> intra-chunk stage, unless forward kept what it makes -> for each range of chunks from the last to the
-// first: state and reverse pass in one launch, then the chunks' gradients. One range where the workspace has room for every chunk's
-// snapshots; else a pass ahead leaves the states at the ranges' starts. With one range, sequences may be cut into segments: then items from the gates ->
-// passes that need no merge -> merges -> passes from merged states. Nothing here allocates, synchronises or asks the device
-// anything; the first call on a device loads the kernels (qla_prepare does it ahead).
+// The CUDA backward: plan -> intra-chunk stage, unless forward kept what it makes -> for each range of chunks from the last to
+// the first: state and reverse pass in one launch, then the chunks' gradients. One range where the workspace has room for every
+// chunk's snapshots; else a pass ahead leaves the states at the ranges' starts. With one range, sequences may be cut into
+// segments: then items from the gates -> passes that need no merge -> merges -> passes from merged states. Nothing here
+// allocates, synchronises or asks the device anything; the first call on a device loads the kernels (qla_prepare does it ahead).
 #include <algorithm>
 #include <vector>
 
@@ -381,7 +381,7 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
 
   if (p.validate_values && p.varlen) check_boundaries_in_memory(args.cu_seqlens, p.tokens, r.stream);
   const bool rows = p.total_tokens() > 0;
-  const bool kept = needs.saved != nullptr;                       // by forward: there is no intra-chunk stage
+  const bool kept = needs.saved != nullptr;                        // by forward: there is no intra-chunk stage
   const bool inside = rows && !kept && direct_plan(p, 1, device);  // chunk_intra makes the tables
   if (!inside) check_cuda(segments::launch(plan_args(args, p, b), device.multiprocessors, r.stream), "plan_segments");
   if (rows) {

@@ -10,8 +10,8 @@
 
 namespace qla::cuda {
 
-// `saved`: opaque to the caller. By slot and value head: Abar (F3), the whole vector record, and the sum of ghat (C4) that backward's
-// cuts look at.
+// `saved`: opaque to the caller. By slot and value head: Abar (F3), the whole vector record, and the sum of ghat (C4) that
+// backward's cuts look at.
 struct Saved {
   uint8_t* abar;
   float* vec;

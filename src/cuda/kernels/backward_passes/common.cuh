@@ -168,7 +168,8 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const uint8_t* tiles, in
 __device__ __forceinline__ void load_shared(const Params& p, const Source& c, uint32_t vec, uint32_t a, uint32_t k,
                                             const CUtensorMap* map_k, int rank, uint32_t bar, int vec_bytes) {
   const int64_t index = int64_t(c.slot) * p.num_v_heads + c.head;
-  ptx::bulk_load_multicast(vec + rank * (vec_bytes / 2), p.vec + index * kVecFloats + rank * (vec_bytes / 8), vec_bytes / 2, bar, 3);
+  ptx::bulk_load_multicast(vec + rank * (vec_bytes / 2), p.vec + index * kVecFloats + rank * (vec_bytes / 8), vec_bytes / 2, bar,
+                           3);
   ptx::tensor_load_4d_multicast(k + rank * kPanel, map_k, 64 * rank, c.head / (p.num_v_heads / p.num_k_heads), c.token, c.batch,
                                 bar, 3);
   load_tile(a, p.abar, index, rank, bar);

@@ -15,7 +15,8 @@ inline constexpr int kRegsProduct = 240, kRegsPg = 104, kRegsAux = 56;
 static_assert(kRegsProduct + kRegsPg + kRegsAux <= 65536 / kThreads / 8 * 8 * 3,
               "setmaxnreg only redistributes what the launch reserved");
 
-// shared memory, bytes. State stage: K V Abar vec; reverse stage: K Q dO Abar Pg vec (the whole record). Output buffers: snapshot, then Delta or dR.
+// shared memory, bytes. State stage: K V Abar vec; reverse stage: K Q dO Abar Pg vec (the whole record). Output buffers:
+// snapshot, then Delta or dR.
 inline constexpr int kKiB = 1024;
 inline constexpr int kPanel = 8 * kKiB;  // 64 tokens x 64 columns
 inline constexpr int kSnapshotHalf = 16 * kKiB;
@@ -42,10 +43,10 @@ struct Params {
   int32_t rows_per_batch;  // tokens of a batch row, as the tensor maps see it
   int32_t boundary_slots;  // ranges begin at multiples of this; kStateOnly: the states there go to boundary[slot / this]
   float scale;
-  int32_t mask_dh0;        // dh0 of a sequence that does not start from the caller's state is 0
-  const uint8_t* abar;     // [slot][HV][kTileBytes]
-  const float* vec;        // [slot][HV][kVecFloats]
-  uint8_t* state;    // snapshots (formats.hpp)
+  int32_t mask_dh0;     // dh0 of a sequence that does not start from the caller's state is 0
+  const uint8_t* abar;  // [slot][HV][kTileBytes]
+  const float* vec;     // [slot][HV][kVecFloats]
+  uint8_t* state;       // snapshots (formats.hpp)
   uint8_t* d_state;
   uint8_t* delta;
   void* dv;  // 16 bit; rows of a tail chunk are written one by one

@@ -1,5 +1,6 @@
 // Pg (F6) of each chunk of a reverse item, made where it is used: by a warpgroup of its own, up to three chunks ahead of the
-// products. Both CTAs of a cluster make the whole tile: half of it each, exchanged, would put the other CTA into every chunk's path.
+// products. Both CTAs of a cluster make the whole tile: half of it each, exchanged, would put the other CTA into every chunk's
+// path.
 #pragma once
 
 #include "cuda/kernels/backward_passes/common.cuh"

@@ -86,8 +86,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       ptx::pin(og);
       ptx::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 2; k++)
-        ptx::wgmma_rs<T, 1>(s, og + 4 * k, advance(q_rows, k * 2048), 1);  // (B4), Q
+      for (int k = 0; k < 2; k++) ptx::wgmma_rs<T, 1>(s, og + 4 * k, advance(q_rows, k * 2048), 1);  // (B4), Q
       ptx::wgmma_commit();
 #pragma unroll
       for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecE * 4 + n * 32);

@@ -74,8 +74,7 @@ __device__ __forceinline__ void state_item(const Params& p, const PassItem& it, 
     }
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++)
-      ptx::wgmma_rs<T, 0>(d, rf + 4 * k, advance(abar, 2048 * k), k > 0);  // (F5) Delta^T
+    for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 0>(d, rf + 4 * k, advance(abar, 2048 * k), k > 0);  // (F5) Delta^T
     ptx::wgmma_commit();
 #pragma unroll
     for (int n = 0; n < 8; n++) ge[n] = ptx::lds2(vec + kVecE * 4 + n * 32);

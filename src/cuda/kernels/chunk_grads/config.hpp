@@ -53,8 +53,8 @@ struct Params {
   GradView dq, dk, dg, dbeta;
   // raw gate (dg is then of the raw gate) and beta logits; data = nullptr: the gate, beta were given as they are
   InputView raw_gate, a_log, dt_bias, beta_logits;
-  float beta_max;        // 1, or 2 with negative eigenvalues
-  float* gate_partials;  // [slots][HV][2]: this chunk's share of dA_log and ddt_bias; nullptr: not wanted
+  float beta_max;                      // 1, or 2 with negative eigenvalues
+  float* gate_partials;                // [slots][HV][2]: this chunk's share of dA_log and ddt_bias; nullptr: not wanted
   backward_rows::PaddingArgs padding;  // rows to zero; header = nullptr: none
 };
 

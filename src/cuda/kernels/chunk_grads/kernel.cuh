@@ -10,7 +10,8 @@
 //                                                    scores -> X; dK += (X + X^T) K + M^T Q
 //   dot      8-9    56    -                          <S, dS+>; beside the product warps that have the fewest blocks
 //   load     10     56    -                          issues all loads but K, Q
-//   finish   11     56    -                          (B11) and (B10) from the parts of the others, stores dg, dbeta; loads K, Q of
+//   finish   11     56    -                          (B11) and (B10) from the parts of the others, stores dg, dbeta; loads K, Q
+//   of
 //                                                    the next item
 //
 // Edges              from -> to                   count        guards

@@ -35,8 +35,8 @@ struct Maps {
   CUtensorMap k, q, d_o, d_v;
 };
 
-// The items of a CTA in order, the same for every role: chunks from both ends in turn. The passes have written S of the last ones and
-// dS+ of the first ones last, and some of that is in L2 still.
+// The items of a CTA in order, the same for every role: chunks from both ends in turn. The passes have written S of the last ones
+// and dS+ of the first ones last, and some of that is in L2 still.
 struct Item {
   int index, rows;
   __device__ __forceinline__ explicit Item(const Params& p) : index(int(blockIdx.x) - int(gridDim.x)), rows(0) {}

@@ -35,7 +35,8 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
         zero_rows(s_left, it.rows, thread);
         ptx::named_sync(2 + key, 128);
       }
-      // (B7) HQ | HK, then HE without its tail, then (B5) J | (B6) Z: each half of the features is absorbed under the next product
+      // (B7) HQ | HK, then HE without its tail, then (B5) J | (B6) Z: each half of the features is absorbed under the next
+      // product
       float h0[32], h1[32];
       product_snapshot<T>(h0, s_left, w.s_state(0), 0, w, kState0, true);
 #pragma unroll 1

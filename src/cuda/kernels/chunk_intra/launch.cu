@@ -22,8 +22,8 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
   Args sized = args;
   sized.step_slots = int32_t(ctas / per_slot);
   sized.step_rest = int32_t(ctas % per_slot);
-  return launch_dependent(chunk_intra<T, WithPg, Gated>, unsigned(ctas + args.makes_plan), kThreads, kSmemBytes,
-                          dependent, stream, map_k, map_q, sized);
+  return launch_dependent(chunk_intra<T, WithPg, Gated>, unsigned(ctas + args.makes_plan), kThreads, kSmemBytes, dependent,
+                          stream, map_k, map_q, sized);
 }
 
 }  // namespace

@@ -32,13 +32,13 @@ inline constexpr int kPassUnitBytes = 12;
 struct PassCutArgs {
   Args plan;  // boundaries and sizes
   qla::plan::CutRule rule;
-  const float* decay;               // [slot][HV] of chunk_intra
-  int32_t staged;                   // 1: decay fits in shared memory
-  int32_t early;                    // 1: decay is there when it starts; it waits for the kernels before it when it has done its work
-  int32_t has_final;                // d_final_state is given
-  int32_t wants_dh0;                // d_initial_state is asked for
-  int32_t most_states;              // merged boundaries of each direction; as many transitions follow in the buffer of the states
-  int32_t most_units;               // bound on segments over all heads
+  const float* decay;   // [slot][HV] of chunk_intra
+  int32_t staged;       // 1: decay fits in shared memory
+  int32_t early;        // 1: decay is there when it starts; it waits for the kernels before it when it has done its work
+  int32_t has_final;    // d_final_state is given
+  int32_t wants_dh0;    // d_initial_state is asked for
+  int32_t most_states;  // merged boundaries of each direction; as many transitions follow in the buffer of the states
+  int32_t most_units;   // bound on segments over all heads
   int32_t most_first, most_second;  // bounds on the items of the two launches
   void* units;                      // scratch, kPassUnitBytes each; unused where few
   PassCounts* counts;

@@ -174,8 +174,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_passes(const __grid_consta
   ptx::grid_dependency_launch();
   if (a.staged) {
 #pragma unroll 4
-    for (int32_t i = threadIdx.x; i < gates / 4; i += kCutThreads)
-      s_decay4[i] = reinterpret_cast<const float4*>(a.decay)[i];
+    for (int32_t i = threadIdx.x; i < gates / 4; i += kCutThreads) s_decay4[i] = reinterpret_cast<const float4*>(a.decay)[i];
     if (threadIdx.x < gates % 4) s_decay[gates / 4 * 4 + threadIdx.x] = a.decay[gates / 4 * 4 + threadIdx.x];
   }
   __syncthreads();
