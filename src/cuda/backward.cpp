@@ -276,9 +276,9 @@ backward_rows::PaddingArgs padding_args(const Run& r) {
 
 // whether dV is copied to the caller's at the end, padding and all
 bool copies_dv(const Run& r, const BackwardNeeds& needs) { return needs.scratch_dv && present(r.args.dv); }
-// .. and whether chunk_grads, in its last launch, zeroes the padding: a launch less
+// .. and whether chunk_grads, in its last launch, zeroes the padding: a launch less. Without a chunk it is not launched.
 bool pads_inside(const Run& r, const BackwardNeeds& needs) {
-  return r.p.varlen && wants_chunk_gradients(r.args) && !copies_dv(r, needs);
+  return r.p.varlen && r.p.chunk_slots() > 0 && wants_chunk_gradients(r.args) && !copies_dv(r, needs);
 }
 
 void run_chunk_grads(const Run& r, int64_t first, int64_t end, bool pad) {

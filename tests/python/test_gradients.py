@@ -36,6 +36,21 @@ def test_padding_after_the_last_boundary(device: Device, cu: tuple[int, ...]) ->
     assert actual["dq"].double().sum().isfinite()
 
 
+@pytest.mark.br(3)
+@pytest.mark.parametrize("tokens", [10, 100])  # fewer than a chunk; more
+def test_no_sequence_is_all_padding(device: Device, tokens: int) -> None:
+    inputs = {name: x for name, x in device.inputs(tokens, seed=1003).items() if name in ("q", "k", "v", "g", "beta")}
+    do = upstream(inputs)[0]
+    soiled = [torch.full_like(x, float("nan")) for x in inputs.values()]  # memory that gradients may get
+    xs = leaves(inputs)
+    o, _ = qla.chunk_gated_delta_rule(**xs, cu_seqlens=device.cu(0))
+    del soiled
+    grads = torch.autograd.grad(o, list(xs.values()), do)
+    assert not o.any()
+    for name, grad in zip(xs, grads, strict=True):
+        assert not grad.any(), f"{name}: gradient not exactly 0"
+
+
 @pytest.mark.br(4)
 @pytest.mark.parametrize(("tokens", "cu"), [(400, (0, 256)), (512, (0, 500)), (384, (0, 64, 320))])
 def test_padding_gate_gradient(device: Device, tokens: int, cu: tuple[int, ...]) -> None:
