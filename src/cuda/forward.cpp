@@ -303,7 +303,7 @@ bool plans_inside(const Run& r) {
 // Whether each work item of a fused call has a multiprocessor to itself, which then needs nothing from a kernel before. The gate
 // vectors are made by the item's own CTA before its first chunk: not of long sequences, whose vectors the whole card makes
 // sooner.
-constexpr int64_t kDirectChunks = 24;
+constexpr int64_t kDirectChunks = 40;
 bool direct_fused(const Run& r) {
   return r.plan.choice.fused && r.p.num_seqs > 0 && r.p.total_tokens() > 0 &&
          r.p.num_seqs * r.p.num_v_heads <= r.device.multiprocessors && r.p.chunk_slots() <= kDirectChunks * r.p.num_seqs;

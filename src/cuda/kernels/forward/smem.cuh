@@ -21,7 +21,8 @@ struct ItemSlot {
   int32_t skip_rows;    // rows of o to set to zero: a skipped sequence's
   int32_t row, batch;   // of the first token, in the maps' coordinates
   int32_t valid;        // 0: no more work
-  int32_t reserved[3];
+  int32_t first;        // the fused form: kFirst of a CTA's first item, kFirstByCopy if its initial state comes by a copy
+  int32_t reserved[2];
 };
 static_assert(sizeof(ItemSlot) == 96);
 
@@ -34,6 +35,7 @@ static_assert(sizeof(ItemSlot) == 96);
   }
 namespace slot {
 QLA_SLOT_FIELD(valid, valid)
+QLA_SLOT_FIELD(first, first)
 QLA_SLOT_FIELD(chunks, item.chunks)
 QLA_SLOT_FIELD(warmup, item.warmup)
 QLA_SLOT_FIELD(last_rows, item.last_rows)

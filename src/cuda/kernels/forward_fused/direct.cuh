@@ -34,7 +34,8 @@ __device__ __forceinline__ void put_direct_item(const FusedArgs& a, uint32_t slo
 
 // Chunks warp, warp + warps, .. What runs here is not in the instruction cache yet, and a KiB of it takes a microsecond: the
 // usual case, fp32 gate and beta as they are, is a loop of its own.
-__device__ __forceinline__ void direct_gates(const FusedArgs& a, int warp, int warps, int lane) {
+// The first chunk's go straight to its stage.
+__device__ __forceinline__ void direct_gates(const FusedArgs& a, const FusedSmem& sm, int warp, int warps, int lane) {
   const DirectItem item = direct_item(a);
   const segments::Span span = segments::span_of(a.plan, item.sequence);
   const int rows = int(span.eos - span.bos);
@@ -42,6 +43,14 @@ __device__ __forceinline__ void direct_gates(const FusedArgs& a, int warp, int w
   const int64_t step = int64_t(warps) * a.p.num_v_heads * kFusedVecFloats;
   out += warp * (step / warps);
   const int64_t batch = a.gates.varlen ? 0 : item.sequence, first = span.bos - batch * a.gates.tokens;
+  const auto write = [&](int chunk, float2 g, float2 beta) {
+    float* to = chunk == 0 ? static_cast<float*>(__cvta_shared_to_generic(sm.stage(0) + FusedConfig::kOffVec)) : out;
+    gates::write_vectors_of(to, g, beta, a.gates.scale, lane);
+    if (chunk == 0) {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(sm.first_gates());
+    }
+  };
   if (a.direct == kDirectPlain) {
     const intra::View &vg = a.gates.g, &vb = a.gates.beta;
     const int64_t row = first + 64 * warp + 2 * lane;
@@ -63,7 +72,7 @@ __device__ __forceinline__ void direct_gates(const FusedArgs& a, int warp, int w
     for (int chunk = warp; 64 * chunk < rows; chunk += warps, out += step) {
       load(next_x, next_b);  // under this one
       const float2 raw = make_float2(max_keep_nan(x.x, -88.f) * kLog2e, max_keep_nan(x.y, -88.f) * kLog2e);
-      gates::write_vectors_of(out, raw, b, a.gates.scale, lane);
+      write(chunk, raw, b);
       x = next_x;
       b = next_b;
     }
@@ -82,7 +91,7 @@ __device__ __forceinline__ void direct_gates(const FusedArgs& a, int warp, int w
     load(next, chunk + warps);
     const int inside = min(2, rows - 64 * chunk - 2 * lane);
     const float2 g = gates::decode_gates(raw, a.gates, rate, bias, inside), beta = gates::decode_betas(raw, a.gates, inside);
-    gates::write_vectors_of(out, g, beta, a.gates.scale, lane);
+    write(chunk, g, beta);
     raw = next;
   }
 }

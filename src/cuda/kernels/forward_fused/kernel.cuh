@@ -1,7 +1,7 @@
-// gdn_forward_fused - outputs and end state of one sequence and value head, the intra-chunk stage included. Computes (F2)-(F9)
-// with the gate vectors of chunk_gates.
-//   grid: persistent; CTA b takes work item b, then whatever the queue counter gives. Not here: gates, norms, snapshots,
-//   checkpoints, cut sequences, V-split: such calls run chunk_intra and gdn_forward.
+// gdn_forward_fused - outputs and end state of one sequence and value head, the intra-chunk stage included. Computes (F2)-(F9),
+// with the gate vectors of chunk_gates or, in a direct launch, of its own (direct.cuh). Norm: q and k by their norms.
+//   grid: persistent; CTA b takes work item b, then whatever the queue counter gives; direct: an item each, no queue. Not here:
+//   snapshots, checkpoints, cut sequences, V-split: such calls run chunk_intra and gdn_forward.
 //
 // clang-format off
 // Roles      warps             regs  owns                          per chunk
@@ -20,16 +20,23 @@
 //   raw_*[3]            load -> helper           1 + tx              tiles of a last chunk with rows to zero; the helper then completes full
 //   pairs.full[2]       intra -> state           4 (warps)           Abar and Pg of a chunk
 //   pairs.empty[2]      state -> intra           8 (warps)           the same
+//   normed[3]           intra -> state           4 (warps)           with norms: they are in the stage's vectors
+//   state_full          load -> state            1 + tx              a CTA's first initial state, in stages 1 and 2 ..
+//   state_taken         state -> load            8 (warps)           .. and its place is free
+//   first_gates         state -> intra, state    1 (warp)            direct: gate vectors of the first chunk, in its stage
+//   gates_ready         state -> load            8 (warps)           .. of all others, in global memory
 //   item_full[2]        load -> all others       1                   a work item's slot
 //   item_empty[2]       all others -> load       9                   the same
 //   turn[2]             state -> state           256 (named)         the tensor cores at the first product: the two take turns
 // Written by ordinary stores and read by wgmma or a tensor store: proxy fence in every writing thread before its arrive.
 //
 // SMEM          KiB
-//   K, Q        3 x 34     K rows then Q rows in each of two 64-column panels | cumulated gate, beta, gamma, q_scale, e_scale
-//   V           3 x 16     O takes its place
+//   K, Q        3 x 34     K rows then Q rows in each of two 64-column panels | cumulated gate, beta, gamma, q_scale, e_scale (rk, q)
 //   Abar, Pg    2 x 16     lower blocks under standing zeros, 32-byte swizzle (formats.hpp)
+//   zeros       2          vectors of the rehearsal
 //   exchange    14         the inverse's operands (math/tril_inverse.cuh)
+//   V           3 x 16     O takes its place
+//   zeros       16         V of the rehearsal
 // clang-format on
 //
 // Tail: rows past the end in a sequence's last chunk belong to others or are padding (NaN perhaps): zeroed in K, Q, V before use;
@@ -59,6 +66,9 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
     }
     ptx::mbarrier_init(sm.gates_ready(), 4 * Cfg::kParts);
     for (int s = 0; s <= Cfg::kStages; s++) ptx::mbarrier_init(sm.normed(s), 4);
+    ptx::mbarrier_init(sm.first_gates(), 1);
+    ptx::mbarrier_init(sm.state_full(), 1);
+    ptx::mbarrier_init(sm.state_taken(), 4 * Cfg::kParts);
     ptx::mbarrier_init_fence();
   } else if (threadIdx.x == 32) {
     for (const CUtensorMap* map : {&a.k, &a.q, &a.v, &a.o}) ptx::tensor_prefetch_map(map);

@@ -239,7 +239,7 @@ __device__ __forceinline__ void put_norms(uint32_t stage, float scale, int tid) 
 }
 
 template <typename T, bool Norm>
-__device__ __forceinline__ void intra_role(const ForwardArgs& a, const FusedSmem& sm) {
+__device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& sm) {
   const int warp = threadIdx.x / 32 % 4;
   tril::Lane at(threadIdx.x % 32);
   const auto tiles = sm.tiles();
@@ -288,6 +288,7 @@ __device__ __forceinline__ void intra_role(const ForwardArgs& a, const FusedSmem
     ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
     if (!slot::valid(sm.slot_address(walk.slot()))) break;
     walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
+    if (a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
     __syncwarp();
     if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
   }

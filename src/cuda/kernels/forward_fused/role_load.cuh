@@ -37,6 +37,7 @@ __device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, uint32_t sl
       (!a.p.initial_state.data || (a.p.has_initial_state && !a.p.has_initial_state[sequence])))
     put_field(slot, offsetof(ItemSlot, item.start), QLA_START_ZERO);
   const int batch = a.p.batch > 1 ? sequence : 0;  // dense input: a sequence is a batch row
+  put_field(slot, offsetof(ItemSlot, first), 0);
   put_field(slot, offsetof(ItemSlot, state_index), state);
   put_field(slot, offsetof(ItemSlot, skip_rows), skip_rows);
   put_field(slot, offsetof(ItemSlot, batch), batch);
@@ -47,10 +48,28 @@ __device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, uint32_t sl
 __device__ __forceinline__ const float* first_record(const FusedArgs& a, uint32_t item) {
   return a.p.vec + (int64_t(slot::chunk_slot(item)) * a.p.num_v_heads + slot::v_head(item)) * kFusedVecFloats;
 }
-// The first chunks that a CTA loads. In a direct launch the gate vectors are still being made: they are loaded behind the first
-// tiles. And all CTAs begin at once, so that memory would deliver the first tiles last: what the third chunk needs is not asked
-// for before the first one's Abar is there.
-enum LoadStep { kTilesAlone, kVectorsAlone, kFirstChunk = kVectorsAlone + 1, kThirdChunk = kFirstChunk + 2, kAnyChunk };
+// The grid's size is read here and not kept.
+__device__ __forceinline__ int next_index(const FusedArgs& a) {
+  int grid;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(grid));
+  return grid + atomicAdd(&a.p.plan->next_item, 1);
+}
+// What a CTA asks for first. All begin at once, and memory would deliver last what each of them needs first: so the initial state
+// comes in the place of the next two stages, the second chunk is not asked for before it has been taken from there, and the third
+// one not before the first one's Abar is there. In a direct launch the gate vectors are still being made; the first chunk's go
+// straight to their stage.
+enum LoadStep { kFirstChunk, kSecondChunk, kThirdChunk, kAnyChunk };
+// The first item's initial state comes by one copy, if it lies in one piece; behind the first tiles.
+__device__ __forceinline__ const float* first_state(const FusedArgs& a, uint32_t item) {
+  const StateView& x = a.p.initial_state;
+  return static_cast<const float*>(x.data) + slot::state_index(item) * x.stride_n + slot::v_head(item) * x.stride_h;
+}
+__device__ __forceinline__ bool first_by_copy(const FusedArgs& a, uint32_t item) {
+  const StateView& x = a.p.initial_state;
+  const bool contiguous = (x.stride_k == 128 && x.stride_v == 1) || (x.stride_k == 1 && x.stride_v == 128);
+  return slot::start(item) == QLA_START_INITIAL && x.dtype == QLA_FLOAT32 && contiguous && slot::chunks(item) > 0 &&
+         reinterpret_cast<uintptr_t>(first_state(a, item)) % 16 == 0;
+}
 __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedSmem& sm) {
   using Cfg = FusedConfig;
   const auto tiles = sm.tiles();
@@ -58,55 +77,54 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
   int s = 0;
   uint32_t phase = 1;  // of the empty barriers: the first round passes
   uint32_t taken = 0;
-  int step = a.direct ? kTilesAlone : kFirstChunk;
+  int step = kFirstChunk;
   for (int index = blockIdx.x;;) {
     ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
     const uint32_t item = sm.slot_address(taken & 1);
     const bool valid = fetch_fused_item(a, item, index);
+    if (taken == 0) put_field(item, offsetof(ItemSlot, first), valid && first_by_copy(a, item) ? kFirstByCopy : kFirst);
     ptx::mbarrier_arrive(sm.items().full(taken & 1));
     if (!valid) break;
     taken++;
     const int v_head = slot::v_head(item), k_head = v_head / (a.p.num_v_heads / a.p.num_k_heads), batch = slot::batch(item);
-    const bool has_tail = slot::last_rows(item) != 64;
     const float* record = first_record(a, item);
     int row = slot::row(item);
 #pragma unroll 1
     for (int left = slot::chunks(item); left > 0; left--) {
-      const bool raw = left == 1 && has_tail;
+      const bool raw = left == 1 && slot::last_rows(item) != 64;
+      if (step == kSecondChunk) {
+        ptx::mbarrier_wait(sm.state_taken(), 0);
+        if (a.direct) ptx::mbarrier_wait(sm.gates_ready(), 0);
+      }
       if (step == kThirdChunk) ptx::mbarrier_wait(sm.pairs().full(0), 0);
       ptx::mbarrier_wait(tiles.empty(s), phase);
       {
         const uint32_t st = sm.stage(s), bar = raw ? sm.raw_tiles(s) : tiles.full(s);
-        if (step != kVectorsAlone) {
-          ptx::mbarrier_arrive_expect(bar, Cfg::kKqBytes + 4 * kFusedVecFloats);
+        ptx::mbarrier_arrive_expect(bar, Cfg::kKqBytes + (step == kFirstChunk && a.direct ? 0 : 4 * kFusedVecFloats));
 #pragma unroll
-          for (int p = 0; p < 2; p++) {
-            ptx::tensor_load_4d(st + p * Cfg::kPanelBytes, &a.k, 64 * p, k_head, row, batch, bar);
-            ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
-          }
+        for (int p = 0; p < 2; p++) {
+          ptx::tensor_load_4d(st + p * Cfg::kPanelBytes, &a.k, 64 * p, k_head, row, batch, bar);
+          ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
         }
-        if (step != kTilesAlone) ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
+        if (step != kFirstChunk || !a.direct) ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
       }
-      if (step != kVectorsAlone) {
-        ptx::mbarrier_wait(values.empty(s), phase);
+      ptx::mbarrier_wait(values.empty(s), phase);
+      {
         const uint32_t v = sm.v_stage(s), bar = raw ? sm.raw_values(s) : values.full(s);
         ptx::mbarrier_arrive_expect(bar, Cfg::kVBytes);
 #pragma unroll
         for (int p = 0; p < 2; p++) ptx::tensor_load_4d(v + p * 8192, &a.v, 64 * p, v_head, row, batch, bar);
       }
+      if (step == kFirstChunk && slot::first(item) == kFirstByCopy) {
+        ptx::mbarrier_arrive_expect(sm.state_full(), 4 * kStateFloats);
+        ptx::bulk_load(sm.first_state(), first_state(a, item), 4 * kStateFloats, sm.state_full());
+      }
       row += 64;
       record += a.p.num_v_heads * kFusedVecFloats;
       if (++s == Cfg::kStages) s = 0, phase ^= 1;
-      if (step == kTilesAlone) {  // the first chunk once more
-        ptx::mbarrier_wait(sm.gates_ready(), 0);
-        left++;
-        row -= 64;
-        record -= a.p.num_v_heads * kFusedVecFloats;
-        s = 0;
-      }
-      if (step < kAnyChunk) step++;
+      step = min(step + 1, int(kAnyChunk));
     }
-    index = a.direct ? a.p.max_items : gridDim.x + atomicAdd(&a.p.plan->next_item, 1);
+    index = a.direct ? INT32_MAX : next_index(a);
   }
 }
 

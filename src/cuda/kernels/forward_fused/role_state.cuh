@@ -8,6 +8,24 @@
 
 namespace qla::cuda {
 
+// The initial state that was copied to shared memory, [K][V] or [V][K]. Loaded from global memory by every thread it would hold
+// up the intra role's shared memory: 2,000 sectors wait in the same queue.
+__device__ __forceinline__ void take_first_state(uint32_t from, bool v_first, float (&S)[2][32], int v0, int lane) {
+  const int v = v0 + lane / 4, k = lane % 4 * 2;
+  if (v_first) {
+    const uint32_t at = from + (v * 128 + k) * 4;
+#pragma unroll
+    for (int i = 0; i < 64; i += 2) {
+      const float2 x = ptx::lds2(at + (8 * (i / 4) + i / 2 % 2 * 8 * 128) * 4);
+      S[i / 32][i % 32] = x.x, S[i / 32][i % 32 + 1] = x.y;
+    }
+  } else {
+    const uint32_t at = from + (k * 128 + v) * 4;
+#pragma unroll
+    for (int i = 0; i < 64; i++) S[i / 32][i % 32] = ptx::lds(at + ((8 * (i / 4) + i % 2) * 128 + i / 2 % 2 * 8) * 4);
+  }
+}
+
 template <typename T, bool Norm>
 __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const FusedSmem& sm, int part) {
   using Cfg = FusedConfig;
@@ -20,7 +38,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
   auto pass_turn = [&] { ptx::named_arrive(5 - part, 256); };
   if (part == 1) pass_turn();
   if (a.direct) {
-    direct_gates(a, 4 * part + warp, 4 * Cfg::kParts, lane);
+    direct_gates(a, sm, 4 * part + warp, 4 * Cfg::kParts, lane);
     ptx::proxy_fence_global();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(sm.gates_ready());
@@ -123,8 +141,20 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
     }
     ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
     if (!slot::valid(sm.slot_address(walk.slot()))) break;
-    start_state(a, sm.slot_address(walk.slot()), S, part);
+    const int first = slot::first(sm.slot_address(walk.slot()));
+    if (first == kFirstByCopy) {
+      ptx::mbarrier_wait(sm.state_full(), 0);
+      take_first_state(sm.first_state(), a.p.initial_state.stride_k == 1, S, first_column(sm.slot_address(walk.slot()), part),
+                       lane);
+    } else {
+      start_state(a, sm.slot_address(walk.slot()), S, part);
+    }
+    if (first) {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(sm.state_taken());
+    }
     walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
+    if (a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
   }
   if (part == 0) take_turn();
 }

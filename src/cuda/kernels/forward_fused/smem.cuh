@@ -27,10 +27,18 @@ struct FusedSmem {
   __device__ __forceinline__ Edge<2> items() const { return {bar(28)}; }
   __device__ __forceinline__ uint32_t normed(int s) const { return bar(33 + s); }  // with norms; the last one is never completed
   __device__ __forceinline__ uint32_t gates_ready() const { return bar(32); }      // of a direct launch
+  __device__ __forceinline__ uint32_t first_gates() const { return bar(39); }      // its first chunk's
+  // a CTA's first initial state, in the place of stages 1 and 2
+  __device__ __forceinline__ uint32_t first_state() const { return stage(1); }
+  __device__ __forceinline__ uint32_t state_full() const { return bar(37); }
+  __device__ __forceinline__ uint32_t state_taken() const { return bar(38); }
 };
 // What is the same in all lanes, so that the compiler knows it: what follows from it is then worked out once, in uniform
 // registers.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_or_sync(~0u, x); }
+
+inline constexpr int32_t kFirst = 1, kFirstByCopy = 2;  // ItemSlot::first
+static_assert(4 * kStateFloats <= 2 * FusedConfig::kStageBytes);
 
 __device__ __forceinline__ void put_field(uint32_t slot, size_t offset, int x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(slot + uint32_t(offset)), "r"(x) : "memory");
@@ -60,6 +68,7 @@ struct FusedWalk {
   __device__ __forceinline__ void next_item() { bits = (bits + 8) & 31; }
   // parity 1 of a new barrier passes; the intra role waits for the other parity of a pair
   static __device__ __forceinline__ FusedWalk rehearsal(uint32_t pair_parity) {
+    if constexpr (!FusedConfig::kRehearse) return {FusedConfig::kStages + 1, 0};
     return {FusedConfig::kStages, 1u | pair_parity << 2 | 1u << 5};
   }
   __device__ __forceinline__ bool rehearses() const { return stage == FusedConfig::kStages; }
