@@ -30,7 +30,7 @@ def main() -> int:
 
     whole, over = 0.0, 0
     for length in [64, *(n for n in args.lengths if n != 64)]:
-        row = Row("fwd", "", f"{length}x{SEQUENCES}", [length] * SEQUENCES, HEADS, {}, None, "")
+        row = Row("fwd", "", f"{length}x{SEQUENCES}", [length] * SEQUENCES, HEADS)
         ms, _spread, _count, mhz = replay_ms(prepare(row, call), 0.1)
         whole = whole or ms
         over += ms / whole > LIMITS.get(length, 9.0)

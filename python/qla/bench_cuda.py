@@ -62,7 +62,7 @@ def host_cost() -> str:
     """Microseconds of host time a call at T = 64: eager forward, forward + backward, and a graph replay."""
     import torch
 
-    row = Row("fwd", "host", "64", [64], (2, 4), {}, None, "")
+    row = Row("fwd", "host", "64", [64], (2, 4))
     call, cu = our_call(), boundaries(row)
     plain, leaves = make_inputs(row, 0, False), make_inputs(row, 0, True)
 
@@ -237,9 +237,8 @@ def main(args: argparse.Namespace) -> int:
             torch.cuda.empty_cache()
     for peer in peers:
         peer.close()
-    notes = summary(results) + [
-        f"{peer.name}: {peer.named}" for peer in peers
-    ]  # without the path that was printed: this machine's
+    notes = summary(results)
+    notes += [f"{peer.name}: {peer.named}" for peer in peers]  # without the path that was printed: it is this machine's
     if args.host:
         notes.append(host_cost())
     notes.append(

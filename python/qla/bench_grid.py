@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,15 @@ class Row:
     name: str
     lengths: list[int]
     heads: tuple[int, int]
-    known: dict[str, float]  # peer -> ms
-    best_ms: float | None
-    best_is: str
+    known: dict[str, float] = field(default_factory=dict)  # peer -> ms
 
     @property
     def items(self) -> int:
         return len(self.lengths) * self.heads[1]
+
+    @property
+    def best_ms(self) -> float | None:
+        return min(self.known.values(), default=None)
 
     def label(self) -> str:
         return f"{self.direction} {self.model} {self.name} {self.heads[0]}:{self.heads[1]}"
@@ -73,9 +75,8 @@ def read_rows(table: Path, direction: str, words: str | None) -> list[Row]:
             if direction != "both" and line["pass"] != direction:
                 continue
             known = {title: float(line[key]) for key, title in KNOWN.items() if line.get(key)}
-            best = float(line["best_ms"]) if line.get("best_ms") else None
-            if best and line.get("best_is"):
-                known.setdefault(line["best_is"], best)  # some best times have no column of their own
+            if line.get("best_ms") and line.get("best_is"):
+                known.setdefault(line["best_is"], float(line["best_ms"]))  # some best times have no column of their own
             heads = (int(line["h_qk"]), int(line["h_v"]))
             rows.append(
                 Row(
@@ -85,8 +86,6 @@ def read_rows(table: Path, direction: str, words: str | None) -> list[Row]:
                     lengths_of(line["seqlens"]),
                     heads,
                     known,
-                    best,
-                    line.get("best_is", ""),
                 )
             )
     if words:

@@ -194,7 +194,7 @@ def take_samples() -> list[dict[str, Any]]:
     samples: list[dict[str, Any]] = []
     with PlanBench() as bench:
         for lengths, heads, segments in CASES:
-            bench.row(Row("fwd", "", "", lengths, heads, {}, None, ""))
+            bench.row(Row("fwd", "", "", lengths, heads))
             for plan in [Planned(segment, form) for form in (1, 2, FUSED) for segment in segments]:
                 if bench.exists(plan):
                     us = bench.burst(plan, 20)

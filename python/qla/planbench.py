@@ -56,7 +56,7 @@ def open_copies(folder: Path) -> dict[int, ctypes.CDLL]:
         os.environ["QLA_COSTS"] = str(file)
         try:
             libraries[form] = _ffi.open_library(str(copy))
-            row = Row("fwd", "", "", [64], (1, 1), {}, None, "")
+            row = Row("fwd", "", "", [64], (1, 1))
             plan_with(libraries[form], shape_args(row, Planned(0, form)), row)
         finally:
             os.environ.pop("QLA_COSTS")
@@ -164,16 +164,15 @@ class PlanBench:
             self.inputs = [make_inputs(row, seed, False) for seed in range(min(self.most_sets, set_count(row)))]
             self.o = torch.empty_like(self.inputs[0]["v"])
         self.now, self.cu = row, boundaries(row)
-        state = torch.randn(len(row.lengths), row.heads[1], 128, 128, device="cuda")
-        self.final = torch.empty_like(state)
+        self.state = torch.randn(len(row.lengths), row.heads[1], 128, 128, device="cuda")
+        self.final = torch.empty_like(self.state)
         self.filled: list[_ffi.ForwardArgs] = []
         for inputs in self.inputs:
             args = shape_args(row, Planned(0, OWN))
             args.stream = self.handle
             for name in ("q", "k", "v", "g", "beta"):
                 getattr(args, name).data = inputs[name].data_ptr()
-            self.state = state
-            args.initial_state.data, args.cu_seqlens.data = state.data_ptr(), self.cu.data_ptr()
+            args.initial_state.data, args.cu_seqlens.data = self.state.data_ptr(), self.cu.data_ptr()
             args.o.data, args.final_state.data = self.o.data_ptr(), self.final.data_ptr()
             self.filled.append(args)
         self.sizes: dict[Planned, int] = {}
@@ -191,11 +190,13 @@ class PlanBench:
     def workspace(self, planned: Planned) -> int:
         """Bytes that a call of the Python layer would give; grows the one buffer."""
         if planned not in self.sizes:
+            from qla import _call
+
             library, args = self.libraries[planned.form], self.filled[0]
             set_plan(args, planned.segment)
             least, best = c_size_t(0), c_size_t(0)
             checked(library, library.qla_gdn_forward_workspace_range(byref(args), byref(least), byref(best)))
-            self.sizes[planned] = max(least.value, min(best.value, 256 << 20))
+            self.sizes[planned] = max(least.value, min(best.value, _call.default_forward_bytes()))
             if self.sizes[planned] > self.space.numel():
                 self.torch.cuda.synchronize()
                 self.space = self.torch.empty(self.sizes[planned] + (64 << 20), dtype=self.torch.uint8, device="cuda")

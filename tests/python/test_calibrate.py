@@ -115,7 +115,7 @@ from qla.planbench import AUTO, FORMS, FUSED, HALVES, OWN, WHOLE, Planned, open_
 
 libraries = open_copies(Path(sys.argv[1]))
 for lengths, heads in (([32768], (2, 8)), ([8192] * 4, (16, 64)), ([1024, 7168], (4, 16))):
-    row = Row("fwd", "", "", lengths, heads, {}, None, "")
+    row = Row("fwd", "", "", lengths, heads)
     for form, segment in [(f, s) for f in (WHOLE, HALVES) for s in (0, 16)] + [(FUSED, 0)]:
         plan = plan_with(libraries[form], shape_args(row, Planned(segment, form)), row)
         assert (FUSED if plan.fused else plan.value_splits) == form and plan.segment_chunks == segment, (lengths, form, segment)
