@@ -89,7 +89,8 @@ enum {                   /* cp_mode: context parallelism inside one device */
        QLA_CP_AUTO = 0,  /* warm-up where the gate forgets (math.md C4, C5), exact merge (C1)-(C3) elsewhere, as it pays */
        QLA_CP_EXACT = 1, /* only the exact merge */
        QLA_CP_OFF = 2,   /* no cut */
-       QLA_CP_FIXED = 3  /* segments of cp_segment_chunks chunks, warm-up rule as in auto */
+       QLA_CP_FIXED = 3, /* segments of cp_segment_chunks chunks, warm-up rule as in auto */
+       QLA_CP_PLAN = 4   /* as a qla_plan of an auto (exact: threshold -inf) call says: its segment_chunks and uncut_chunks */
 };
 
 enum { /* where a segment's start state comes from */
@@ -135,8 +136,9 @@ typedef struct qla_gdn_forward_args {
   qla_tensor saved; /* 1-D uint8, qla_gdn_forward_saved bytes: opaque, what backward reuses; contiguous, 256-byte aligned */
 
   int32_t cp_mode;
-  int32_t reserved0;
-  int64_t cp_segment_chunks;  /* QLA_CP_FIXED: chunks a segment; else 0 = the planner's choice */
+  int32_t cp_uncut_chunks;    /* QLA_CP_PLAN: qla_plan's uncut_chunks; else 0 */
+  int64_t cp_segment_chunks;  /* QLA_CP_FIXED, QLA_CP_PLAN: chunks a segment (0 with the latter: no cut); else 0 = the planner's
+                                 choice */
   double cp_warmup_threshold; /* < 0; NaN: -10 for 16-bit tensors, -18 fp32, -37 float64; -inf: every cut is exact */
 } qla_gdn_forward_args;
 
@@ -168,7 +170,7 @@ typedef struct qla_gdn_backward_args {
   qla_tensor dA_log, ddt_bias; /* [HV] */
 
   int32_t cp_mode;
-  int32_t reserved0;
+  int32_t cp_uncut_chunks;
   int64_t cp_segment_chunks;
   double cp_warmup_threshold;
 } qla_gdn_backward_args;
@@ -186,7 +188,8 @@ typedef struct qla_segment {
 
 typedef struct qla_plan {
   size_t struct_size;
-  int64_t num_sequences, total_chunks, segment_chunks, num_segments /* a value head */, num_items, value_splits;
+  int64_t num_sequences, total_chunks, segment_chunks /* at most; 0: no cut */, num_segments /* a value head */, num_items,
+      value_splits;
   int64_t workspace_bytes;
   double predicted_us;   /* by the cost model of the device; 0 where there is none */
   int32_t fused;         /* CUDA: the intra-chunk stage runs as a role inside the forward kernel */
@@ -195,6 +198,8 @@ typedef struct qla_plan {
   qla_segment* segments; /* caller's array or NULL; filled up to segments_capacity, num_items says how many there are */
   int64_t segments_capacity;
   char reason[256]; /* why this plan, in words */
+  int64_t
+      uncut_chunks; /* sequences of at most so many chunks stay whole, though longer than a segment: their cut would not pay */
 } qla_plan;
 
 /* ---- devices ------------------------------------------------------------------------------------------------ */

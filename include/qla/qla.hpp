@@ -137,8 +137,8 @@ inline qla_gdn_backward_args backward_args(const qla_gdn_forward_args& forward) 
   args.A_log = forward.A_log, args.dt_bias = forward.dt_bias, args.has_initial_state = forward.has_initial_state;
   args.a_inv = forward.a_inv, args.g_cumsum = forward.g_cumsum, args.q_rnorm = forward.q_rnorm, args.k_rnorm = forward.k_rnorm;
   args.saved = forward.saved;
-  args.cp_mode = forward.cp_mode, args.cp_segment_chunks = forward.cp_segment_chunks,
-  args.cp_warmup_threshold = forward.cp_warmup_threshold;
+  args.cp_mode = forward.cp_mode, args.cp_segment_chunks = forward.cp_segment_chunks;
+  args.cp_uncut_chunks = forward.cp_uncut_chunks, args.cp_warmup_threshold = forward.cp_warmup_threshold;
   return args;
 }
 

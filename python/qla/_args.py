@@ -37,8 +37,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# scale (None: K^-0.5), flags, cp_mode, cp_segment_chunks, cp_warmup_threshold (None: the library's)
-Options = tuple[float | None, int, int, int, float | None]
+# scale (None: K^-0.5), flags, cp_mode, cp_segment_chunks, cp_warmup_threshold (None: the library's), cp_uncut_chunks
+Options = tuple[float | None, int, int, int, float | None, int]
 
 
 # q k v g beta initial_state cu_seqlens A_log dt_bias has_initial_state state_indices, as in _checks.NAMES
@@ -112,7 +112,7 @@ def fill_contiguous(t: _ffi.Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _common(args: Any, inputs: Inputs, names: tuple[str, ...], options: Options) -> None:
-    scale, flags, cp_mode, cp_segment_chunks, cp_threshold = options
+    scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks = options
     q = inputs[0]
     assert q is not None
     args.struct_size = ctypes.sizeof(args)
@@ -121,7 +121,7 @@ def _common(args: Any, inputs: Inputs, names: tuple[str, ...], options: Options)
     args.flags = flags
     args.scale = float("nan") if scale is None else scale
     args.cp_mode = cp_mode
-    args.cp_segment_chunks = cp_segment_chunks
+    args.cp_segment_chunks, args.cp_uncut_chunks = cp_segment_chunks, cp_uncut_chunks
     args.cp_warmup_threshold = float("nan") if cp_threshold is None else cp_threshold
     for name, x in zip(names, inputs):
         if x is not None:

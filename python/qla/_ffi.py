@@ -19,7 +19,7 @@ FLAG_STATE_V_FIRST = 1 << 4
 FLAG_BATCH_INVARIANT = 1 << 5
 FLAG_VALIDATE = 1 << 6
 
-CP_AUTO, CP_EXACT, CP_OFF, CP_FIXED = range(4)
+CP_AUTO, CP_EXACT, CP_OFF, CP_FIXED, CP_PLAN = range(5)
 START_ZERO, START_INITIAL, START_WARMUP, START_MERGED = range(4)
 
 
@@ -46,7 +46,7 @@ _HEAD: list[tuple[str, type]] = [
 ]
 _TAIL: list[tuple[str, type]] = [
     ("cp_mode", c_int32),
-    ("reserved0", c_int32),
+    ("cp_uncut_chunks", c_int32),
     ("cp_segment_chunks", c_int64),
     ("cp_warmup_threshold", c_double),
 ]
@@ -109,6 +109,7 @@ class Plan(ctypes.Structure):
         ("segments", ctypes.POINTER(Segment)),
         ("segments_capacity", c_int64),
         ("reason", c_char * 256),
+        ("uncut_chunks", c_int64),
     ]
 
 

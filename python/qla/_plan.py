@@ -26,7 +26,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan. Passed as `auto_cp` it repeats its segment length, whatever the planner would choose then."""
+    """A plan. Passed as `auto_cp` it is repeated, whatever the planner would choose then: the same cuts for the same lengths and gates.
+    One made by hand (`uncut_chunks` None) cuts every sequence into segments of `segment_chunks`."""
 
     segment_chunks: int
     num_sequences: int
@@ -40,6 +41,8 @@ class Plan:
     reason: str
     segments: tuple[Segment, ...] = field(default=(), repr=False)
     text: str = field(default="", repr=False)
+    uncut_chunks: int | None = None  # sequences of at most so many chunks stay whole, though longer than a segment
+    exact: bool = False  # every cut is merged, none warmed up
 
     def __str__(self) -> str:
         return self.text or repr(self)
@@ -95,6 +98,8 @@ def plan(*args: Any, lens: Sequence[int] | None = None, chunk_log_decay: Any = N
             for s in segments[: result.num_items]
         ),
         text=_text(result),
+        uncut_chunks=None if call.options[2] == _ffi.CP_FIXED else result.uncut_chunks,
+        exact=call.options[2] == _ffi.CP_EXACT or call.options[4] is not None,
     )
 
 

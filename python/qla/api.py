@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import logging
+import math
 import os
 import warnings
 from typing import Any
@@ -23,17 +24,23 @@ log = logging.getLogger("qla")
 _VALIDATE = _ffi.FLAG_VALIDATE if os.environ.get("QLA_VALIDATE", "0") not in ("", "0") else 0
 
 
-def cp_policy(auto_cp: object) -> tuple[int, int]:
-    """auto_cp -> (cp_mode, cp_segment_chunks)."""
+def cp_policy(auto_cp: object) -> tuple[int, int, float | None, int]:
+    """auto_cp -> (cp_mode, cp_segment_chunks, cp_warmup_threshold, cp_uncut_chunks)."""
     if auto_cp is True or auto_cp == "auto":
-        return _ffi.CP_AUTO, 0
+        return _AUTO
     if auto_cp is False or auto_cp is None or auto_cp == "off":
-        return _ffi.CP_OFF, 0
+        return _ffi.CP_OFF, 0, None, 0
     if auto_cp == "exact":
-        return _ffi.CP_EXACT, 0
+        return _ffi.CP_EXACT, 0, None, 0
     if isinstance(auto_cp, Plan):
-        return (_ffi.CP_FIXED, auto_cp.segment_chunks) if auto_cp.segment_chunks > 0 else (_ffi.CP_OFF, 0)
+        threshold = -math.inf if auto_cp.exact else None
+        if auto_cp.uncut_chunks is not None:
+            return _ffi.CP_PLAN, auto_cp.segment_chunks, threshold, auto_cp.uncut_chunks
+        return (_ffi.CP_FIXED, auto_cp.segment_chunks, threshold, 0) if auto_cp.segment_chunks > 0 else (_ffi.CP_OFF, 0, None, 0)
     raise ValueError(f'auto_cp: expected True, "auto", "exact", False or a qla.Plan, got {auto_cp!r}; see qla.plan')
+
+
+_AUTO = (_ffi.CP_AUTO, 0, None, 0)
 
 
 def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -134,7 +141,7 @@ def _prepare(
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(beta, Tensor)):
         for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta)):
             _checks.check_tensor(name, x)
-    cp_mode, segment_chunks = (_ffi.CP_AUTO, 0) if auto_cp is True else cp_policy(auto_cp)
+    cp = _AUTO if auto_cp is True else cp_policy(auto_cp)
     flags = _VALIDATE
     if use_qk_l2norm_in_kernel:
         flags |= _ffi.FLAG_QK_L2NORM
@@ -157,7 +164,7 @@ def _prepare(
 
     call = _Prepared()
     call.inputs = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, has_initial_state, state_indices)
-    call.options = (None if scale is None else float(scale), flags, cp_mode, segment_chunks, None)
+    call.options = (None if scale is None else float(scale), flags, *cp)
     call.want_final = bool(output_final_state)
     call.needs = ops.needs_grad(call.inputs)
     call.out, call.checkpoints, call.every = out, state_checkpoints, checkpoint_every_n_tokens
@@ -234,7 +241,7 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu, chunk_indices: taken for FLA's sake and not needed.
         use_gate_in_kernel: g <- -exp(A_log) * softplus(g + dt_bias), in float32; `A_log`, `dt_bias`: `[HV]`.
         auto_cp: cut long sequences into segments that run at the same time: True or "auto"; "exact" (merge states exactly everywhere);
-            False; a `qla.Plan` (its segment length).
+            False; a `qla.Plan`, which is repeated.
         deterministic: results never change from run to run; "batch": nor with what a sequence is packed with.
         out: `[B, T, HV, V]` to write into. No gradients.
         state_indices: `[N]` slots of the pool `initial_state` `[P, HV, K, V]`, read and written in place; -1 skips the sequence, its

@@ -18,7 +18,7 @@ from torch import Tensor
 from qla import _args, _call, _checks, _ffi
 from qla._args import Extras, Inputs, Options
 
-_COMMON = "float? scale, int flags, int cp_mode, int cp_segment_chunks, float? cp_warmup_threshold"
+_COMMON = "float? scale, int flags, int cp_mode, int cp_segment_chunks, float? cp_warmup_threshold, int cp_uncut_chunks"
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor? A_log, Tensor? dt_bias, "
     "Tensor? has_initial_state"
@@ -57,10 +57,10 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _forward_impl(
-    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, want_final, save, max_bytes
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks, want_final, save, max_bytes
 ):  # fmt: skip
     inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, None)
-    options = (scale, flags, cp_mode, cp_segment_chunks, cp_threshold)
+    options = (scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks)
     size = _args.saved_bytes(q, v, cu) if save else 0
     o, final, saved = _call.forward(inputs, options, want_final, size, _all_needs(inputs) if save else 0)
     return (
@@ -71,11 +71,11 @@ def _forward_impl(
 
 
 def _forward_into_impl(
-    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, want_final, out,
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks, want_final, out,
     checkpoints, every,
 ):  # fmt: skip
     inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices)
-    options = (scale, flags, cp_mode, cp_segment_chunks, cp_threshold)
+    options = (scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks)
     final = forward_into(inputs, options, want_final, Extras(out, checkpoints, every))
     return final if final is not None else q.new_empty(0, dtype=_args.state_dtype(q.dtype))
 
@@ -100,14 +100,14 @@ def forward_into(inputs: Inputs, options: Options, want_final: bool, extras: Ext
 
 
 def _backward_impl(
-    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, saved, d_o, d_final, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, needs,
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, saved, d_o, d_final, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks, needs,
     max_bytes,
 ):  # fmt: skip
     inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0)
     if saved is not None and saved.numel() == 0:
         saved = None
     grads = _call.backward(
-        inputs, saved, d_o, d_final, needs, (scale, flags, cp_mode, cp_segment_chunks, cp_threshold), max_bytes
+        inputs, saved, d_o, d_final, needs, (scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks), max_bytes
     )
     return tuple(x if x is not None else _empty(q) for x in grads)
 
@@ -123,7 +123,7 @@ for _key in ("CPU", "CUDA"):
 
 @torch.library.register_fake("qla::gdn_forward", lib=library)
 def _forward_fake(
-    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, want_final, save, max_bytes
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks, want_final, save, max_bytes
 ):  # fmt: skip
     _checks.check_call((q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, None), flags)
     dtype = _args.state_dtype(q.dtype)
@@ -134,7 +134,7 @@ def _forward_fake(
 
 @torch.library.register_fake("qla::gdn_forward_into", lib=library)
 def _forward_into_fake(
-    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, want_final, out,
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks, want_final, out,
     checkpoints, every,
 ):  # fmt: skip
     _checks.check_call((q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices), flags, out, checkpoints, every)
@@ -144,7 +144,7 @@ def _forward_into_fake(
 
 @torch.library.register_fake("qla::gdn_backward", lib=library)
 def _backward_fake(
-    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, saved, d_o, d_final, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, needs,
+    q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, saved, d_o, d_final, scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks, needs,
     max_bytes,
 ):  # fmt: skip
     inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0)
@@ -177,7 +177,7 @@ def _op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, T
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:_NUM_INPUTS], output[2])
     ctx.mark_non_differentiable(output[2])
-    ctx.options = inputs[_NUM_INPUTS : _NUM_INPUTS + 5]
+    ctx.options = inputs[_NUM_INPUTS : _NUM_INPUTS + 6]
     ctx.max_bytes = inputs[-1]
     ctx.num_args = len(inputs)
 

@@ -42,7 +42,8 @@ def all_plans(bench: PlanBench, lengths: list[int]) -> list[Planned]:
 
 def planners_choice(bench: PlanBench) -> Planned:
     raw = bench.plan(Planned(AUTO, OWN))
-    length = raw.segment_chunks if 0 < raw.segment_chunks < longest_chunks(bench.now.lengths) else 0
+    longest = longest_chunks(bench.now.lengths)
+    length = raw.segment_chunks if 0 < raw.segment_chunks < longest > raw.uncut_chunks else 0
     return Planned(length, FUSED if raw.fused else HALVES if raw.value_splits == 2 else WHOLE)
 
 

@@ -162,8 +162,8 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.fused = choice.fused;
   result.ranges = static_cast<int32_t>(planned.ranges);
   const bool cut = choice.rule.segment_chunks > 0 && items > problem.num_seqs * problem.num_v_heads;
-  // nothing was cut for being too short to pay: a fixed plan made from this one must not cut either
-  result.segment_chunks = cut || choice.rule.uncut_chunks == 0 ? choice.rule.segment_chunks : 0;
+  result.segment_chunks = choice.rule.segment_chunks;
+  result.uncut_chunks = choice.rule.uncut_chunks;
   const bool too_short = !cut && policy.mode == QLA_CP_AUTO && choice.rule.segment_chunks > 0;
   const char* const why = too_short ? "no sequence is long enough for a cut to pay: not cut" : planned.why;
   const std::string reason = concat(why, cuda && !planned.device_here ? " (no such device here: planned for an H200)" : "",
@@ -172,13 +172,17 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   std::strncpy(result.reason, reason.c_str(), sizeof(result.reason) - 1);
 }
 
+std::string segments_text(const qla_plan& p) {
+  if (p.segment_chunks == 0 || p.num_segments <= p.num_sequences) return "not cut";
+  const std::string text = concat("segments of at most ", p.segment_chunks, " chunks");
+  return p.uncut_chunks > 0 ? concat(text, " (sequences of up to ", p.uncut_chunks, " whole)") : text;
+}
+
 std::string plan_text(const qla_plan& p) {
   constexpr int64_t kMostLines = 64;
   static const char* const starts[] = {"zero", "initial", "warm-up", "merged"};
-  std::string text =
-      concat("plan: ", p.reason, "\n", "  ", p.num_sequences, " sequences, ", p.total_chunks, " chunks, ",
-             p.segment_chunks ? concat("segments of at most ", p.segment_chunks, " chunks") : std::string("not cut"), ", ",
-             p.num_segments, " segments a value head, ", p.num_items, " in all");
+  std::string text = concat("plan: ", p.reason, "\n", "  ", p.num_sequences, " sequences, ", p.total_chunks, " chunks, ",
+                            segments_text(p), ", ", p.num_segments, " segments a value head, ", p.num_items, " in all");
   text += concat("\n  V in ", p.value_splits, p.value_splits == 1 ? " part" : " parts",
                  p.fused ? ", intra-chunk stage fused" : "", ", workspace ", p.workspace_bytes, " bytes",
                  p.ranges > 1 ? concat(", in ", p.ranges, " ranges of chunks one after the other") : std::string());

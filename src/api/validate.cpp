@@ -30,19 +30,25 @@ void check_scalars(const Args& args) {
             "needs logits");
   QLA_CHECK(!std::isinf(args.scale), "scale: expected a finite number, or NaN for K^-0.5, got ", args.scale,
             "; pass NaN for the default");
-  QLA_CHECK(args.cp_mode >= QLA_CP_AUTO && args.cp_mode <= QLA_CP_FIXED,
-            "cp_mode: expected QLA_CP_AUTO, _EXACT, _OFF or _FIXED (0..3), got ", args.cp_mode, "; pass QLA_CP_AUTO");
+  QLA_CHECK(args.cp_mode >= QLA_CP_AUTO && args.cp_mode <= QLA_CP_PLAN,
+            "cp_mode: expected QLA_CP_AUTO, _EXACT, _OFF, _FIXED or _PLAN (0..4), got ", args.cp_mode, "; pass QLA_CP_AUTO");
   if (args.cp_mode == QLA_CP_FIXED)
     QLA_CHECK(args.cp_segment_chunks >= 1 && args.cp_segment_chunks <= INT32_MAX,
               "cp_segment_chunks: expected 1 or more with QLA_CP_FIXED, got ", args.cp_segment_chunks,
               "; pass the chunks of a segment");
+  else if (args.cp_mode == QLA_CP_PLAN)
+    QLA_CHECK(args.cp_segment_chunks >= 0 && args.cp_segment_chunks <= INT32_MAX,
+              "cp_segment_chunks: expected 0 or more with QLA_CP_PLAN, got ", args.cp_segment_chunks,
+              "; pass the plan's segment_chunks");
   else
     QLA_CHECK(args.cp_segment_chunks == 0, "cp_segment_chunks: expected 0 without QLA_CP_FIXED, got ", args.cp_segment_chunks,
               "; pass cp_mode = QLA_CP_FIXED to choose the length");
   QLA_CHECK(std::isnan(args.cp_warmup_threshold) || args.cp_warmup_threshold < 0.0,
             "cp_warmup_threshold: expected a negative sum of log decays, or NaN for the default, got ", args.cp_warmup_threshold,
             "; pass NaN");
-  QLA_CHECK(args.reserved0 == 0, "reserved0: expected 0, got ", args.reserved0, "; zero the struct before filling it");
+  QLA_CHECK(args.cp_uncut_chunks == 0 || (args.cp_mode == QLA_CP_PLAN && args.cp_uncut_chunks > 0), "cp_uncut_chunks: expected ",
+            args.cp_mode == QLA_CP_PLAN ? "0 or more" : "0 without QLA_CP_PLAN", ", got ", args.cp_uncut_chunks,
+            "; pass the plan's uncut_chunks, or zero the struct before filling it");
 }
 
 // q, k, v, g, beta, cu_seqlens: what both directions read, and the sizes.

@@ -61,7 +61,7 @@ PlanMemo::Key plan_key(const qla_gdn_forward_args& args, const Problem& p) {
           int64_t(args.flags & QLA_FLAG_BATCH_INVARIANT),
           args.cp_segment_chunks,
           threshold,
-          0};
+          args.cp_uncut_chunks};
 }
 PlanMemo::Entry& planned(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
   static thread_local PlanMemo memo;

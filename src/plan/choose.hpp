@@ -19,7 +19,7 @@ struct Capabilities {  // what the device's kernels can do
   bool fused = true, v_split = true, segments = true;
 };
 
-enum class Reason : int32_t { Off, Fixed, Invariant, CardFull, NothingToCut, ValueSplit, Segments, SegmentsAndSplit };
+enum class Reason : int32_t { Off, Fixed, Repeated, Invariant, CardFull, NothingToCut, ValueSplit, Segments, SegmentsAndSplit };
 
 inline const char* reason_text(Reason reason) {
   switch (reason) {
@@ -27,6 +27,8 @@ inline const char* reason_text(Reason reason) {
       return "cuts are off";
     case Reason::Fixed:
       return "segments of the given length";
+    case Reason::Repeated:
+      return "as the given plan";
     case Reason::Invariant:
       return "batch-invariant: one segment length for every call";
     case Reason::CardFull:
@@ -79,17 +81,19 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   for (int32_t i = 0; i < profiles.count; ++i) longest = std::max(longest, profiles.all[i].kinds[0].chunks);
 
   const bool cuts = shape.may_cut && can.segments && policy.mode != QLA_CP_OFF;
+  const bool repeats = cuts && policy.mode == QLA_CP_PLAN;
   int64_t given = 0;  // where the length is not ours to choose; 0 with free_choice or without cuts
-  if (cuts && policy.mode == QLA_CP_FIXED)
+  if (repeats || (cuts && policy.mode == QLA_CP_FIXED))
     given = policy.fixed_chunks;
   else if (cuts && policy.batch_invariant)
     given = kInvariantSegmentChunks;
-  const bool free_choice = cuts && given == 0;
+  const bool free_choice = cuts && given == 0 && !repeats;
+  const bool leaves_whole = free_choice || (repeats && !policy.batch_invariant);
 
   // Which profile a packing has is seen on the device, where a sequence too short for its cut to pay is left whole.
   const auto better_whole = [&](const Profile& profile, Candidate candidate, float& us) {
     us = estimate(costs, shape, policy, profile, candidate);
-    if (!free_choice || candidate.segment_chunks == 0 || profiles.count == 1) return false;
+    if (!leaves_whole || candidate.segment_chunks == 0 || profiles.count == 1) return false;
     candidate.uncut_chunks = total;
     const float whole = estimate(costs, shape, policy, profile, candidate);
     if (whole >= us) return false;
@@ -118,7 +122,9 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   }
 
   // .. up to which length: that of equal sequences, then longer and longer ones beside shorter ones
-  for (int64_t i = 0, ends = profiles.all[0].kinds[0].chunks; i < 16 && ends < total; ++i, ends += ceil_div(total, 16)) {
+  if (repeats) best.uncut_chunks = policy.uncut_chunks;
+  for (int64_t i = 0, ends = profiles.all[0].kinds[0].chunks; free_choice && i < 16 && ends < total;
+       ++i, ends += ceil_div(total, 16)) {
     const int64_t others = std::max<int64_t>(1, shape.seqs() - 1);
     float us = 0;
     if (!better_whole({{{1, ends}, {others, ceil_div(total - ends, others)}}, 2, 1.0f}, best, us)) break;
@@ -133,6 +139,8 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     choice.reason = Reason::Off;
   else if (cuts && policy.mode == QLA_CP_FIXED)
     choice.reason = Reason::Fixed;
+  else if (repeats)
+    choice.reason = Reason::Repeated;
   else if (cuts && policy.batch_invariant)
     choice.reason = Reason::Invariant;
   else if (best.segment_chunks > 0)

@@ -19,8 +19,7 @@ inline constexpr float kWorthACut = 0.97f;
 inline float estimate_passes(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile,
                              int64_t segment_chunks) {
   const float pairs = static_cast<float>(costs.num_sms) / 2, heads = static_cast<float>(shape.num_v_heads);
-  const float exact_heads =
-      policy.mode == QLA_CP_EXACT ? heads : static_cast<float>(static_cast<int64_t>(heads * kAssumedExactShare + 0.5f));
+  const float exact_heads = policy.exact() ? heads : static_cast<float>(static_cast<int64_t>(heads * kAssumedExactShare + 0.5f));
   Load first, second;  // launches
   float first_chunks = 0, second_chunks = 0;
   int64_t longest_chain = 0;
@@ -65,7 +64,8 @@ inline Choice choose_backward(const DeviceCosts& costs, const Shape& shape, cons
   };
   // A batch-invariant backward is not cut: whether it may be would depend on the workspace, so on what the call holds beside it.
   const bool cuts = shape.may_cut && policy.mode != QLA_CP_OFF && !policy.batch_invariant;
-  if (cuts && policy.mode == QLA_CP_FIXED) {
+  const bool given = policy.mode == QLA_CP_FIXED || policy.mode == QLA_CP_PLAN;
+  if (cuts && given) {
     consider(policy.fixed_chunks);
   } else {
     consider(0);
@@ -79,9 +79,11 @@ inline Choice choose_backward(const DeviceCosts& costs, const Shape& shape, cons
   choice.value_splits = 2;
   choice.predicted_us = best_us + parallel_cost(costs, shape, {0, 2, false}, static_cast<float>(total), false);
   choice.rule = rule_for(policy, best);
+  if (policy.mode == QLA_CP_PLAN) choice.rule.uncut_chunks = policy.uncut_chunks;
   choice.rule.max_warmup_chunks = std::max<int64_t>(kAssumedWarmup, best / 2);
   choice.reason = policy.mode == QLA_CP_OFF                              ? Reason::Off
                   : cuts && policy.mode == QLA_CP_FIXED                  ? Reason::Fixed
+                  : cuts && policy.mode == QLA_CP_PLAN                   ? Reason::Repeated
                   : best > 0                                             ? Reason::Segments
                   : shape.seqs() * shape.num_v_heads * 4 > costs.num_sms ? Reason::CardFull
                                                                          : Reason::NothingToCut;

@@ -25,6 +25,7 @@ inline CutRule choose_cpu(const Policy& policy, int64_t num_seqs, int64_t num_v_
     case QLA_CP_OFF:
       break;
     case QLA_CP_FIXED:
+    case QLA_CP_PLAN:
       segment = policy.fixed_chunks;
       break;
     default:
@@ -37,10 +38,12 @@ inline CutRule choose_cpu(const Policy& policy, int64_t num_seqs, int64_t num_v_
       }
   }
   CutRule rule = rule_for(policy, segment);
-  if (policy.mode == QLA_CP_AUTO) rule.max_warmup_chunks = segment / kCpuWarmupShare;
+  const bool by_itself = policy.mode == QLA_CP_AUTO || policy.mode == QLA_CP_PLAN;  // a repeated plan was
+  if (by_itself) rule.max_warmup_chunks = segment / kCpuWarmupShare;
   // Few cores: a merge's two extra walks cost more than the cut gains, value slices and heads fill the cores. Exact and fixed
   // plans merge.
-  rule.join = policy.mode == QLA_CP_AUTO && !rule.exact;
+  rule.join = by_itself && !rule.exact;
+  if (policy.mode == QLA_CP_PLAN) rule.uncut_chunks = policy.uncut_chunks;
   return rule;
 }
 
@@ -52,6 +55,7 @@ inline CutRule choose_cpu(const Policy& policy, const Problem& problem) {
 inline const char* cpu_reason_text(const Policy& policy, const CutRule& rule) {
   if (policy.mode == QLA_CP_OFF) return "cuts are off";
   if (policy.mode == QLA_CP_FIXED) return "segments of the given length";
+  if (policy.mode == QLA_CP_PLAN) return "as the given plan";
   if (policy.batch_invariant) return "batch-invariant: one segment length for every call";
   return rule.segment_chunks == 0 ? "sequences and heads are work enough: no cut" : "few heads: sequences are cut into segments";
 }

@@ -162,7 +162,7 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
                       const Candidate& c) {
   const float sms = static_cast<float>(costs.num_sms), heads = static_cast<float>(shape.num_v_heads);
   const float splits = static_cast<float>(c.splits);
-  const bool exact_only = policy.mode == QLA_CP_EXACT;
+  const bool exact_only = policy.exact();
   const float exact_heads = exact_only ? heads : static_cast<float>(static_cast<int64_t>(heads * kAssumedExactShare + 0.5f));
   float items = 0, chunks = 0;
   const auto pieces_of = [&](int64_t of) {

@@ -32,7 +32,8 @@ SAME(offsetof(qla_gdn_backward_args, cp_mode), 2056);
 SAME(sizeof(qla_segment), 48);
 SAME(offsetof(qla_plan, segments), 80);
 SAME(offsetof(qla_plan, reason), 96);
-SAME(sizeof(qla_plan), 352);
+SAME(offsetof(qla_plan, uncut_chunks), 352);
+SAME(sizeof(qla_plan), 360);
 SAME(sizeof(qla_device_info_t), 480);
 
 /* Every function can be named from C. */

@@ -1,6 +1,8 @@
 // qla_gdn_plan and qla_plan_print: golden text, every chunk once, capacity and refusals.
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <random>
 #include <string>
 
 #include "abi/calls.hpp"
@@ -85,15 +87,61 @@ TEST(Plan, GoldenFixed) {
             "  1 1 0 1 zero 0\n");
 }
 
+// What a plan says, all but the reason: it names who chose.
+std::string said(Planned p) {
+  p.plan.reason[0] = '\0';
+  return print(p.plan);
+}
+
+TEST(Plan, RepeatedIsTheSame) {
+  std::mt19937_64 random(30);
+  const auto pick = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
+  };
+  int partly = 0, cut = 0, fused = 0;
+  for (int i = 0; i < 400; ++i) {
+    std::vector<int64_t> lens(static_cast<size_t>(pick(1, 5)));
+    int64_t tokens = 0;
+    for (int64_t& n : lens) n = pick(0, int64_t{1} << pick(8, 15)), tokens += n;
+    if (i == 0) lens = {4096, 2048, 2048}, tokens = 8192;
+    const int64_t heads = i == 0 ? 8 : int64_t{1} << pick(0, 6);
+    qla_gdn_forward_args args = packed(tokens, static_cast<int64_t>(lens.size()), heads, heads);
+    args.device = i % 4 == 3 ? -1 : 0;
+    if (args.device < 0) args.num_threads = 1;
+    args.cp_mode = i % 5 == 4 ? QLA_CP_EXACT : i % 7 == 6 ? QLA_CP_OFF : QLA_CP_AUTO;
+    if (i % 11 == 10) args.flags |= QLA_FLAG_BATCH_INVARIANT;
+    const Planned made = make_plan(args, lens);
+    ASSERT_EQ(made.status, QLA_OK) << qla_last_error();
+    if (args.cp_mode == QLA_CP_EXACT) args.cp_warmup_threshold = -INFINITY;
+    args.cp_mode = QLA_CP_PLAN;
+    args.cp_segment_chunks = made.plan.segment_chunks;
+    args.cp_uncut_chunks = static_cast<int32_t>(made.plan.uncut_chunks);
+    const Planned again = make_plan(args, lens);
+    ASSERT_EQ(again.status, QLA_OK) << qla_last_error();
+    EXPECT_EQ(said(again), said(made)) << i;
+    cut += made.plan.num_segments > made.plan.num_sequences, fused += made.plan.fused;
+    if (made.plan.uncut_chunks == 0) continue;
+    partly += made.plan.num_segments > made.plan.num_sequences;
+    args.cp_mode = QLA_CP_FIXED, args.cp_uncut_chunks = 0;
+    if (i == 0) {
+      EXPECT_GT(make_plan(args, lens).plan.num_items, made.plan.num_items);
+    }
+  }
+  EXPECT_GT(partly, 5);
+  EXPECT_GT(cut, 50);
+  EXPECT_GT(fused, 20);
+}
+
 TEST(Plan, EveryChunkOnceInEveryMode) {
-  for (int32_t mode = QLA_CP_AUTO; mode <= QLA_CP_FIXED; ++mode) {
+  for (int32_t mode = QLA_CP_AUTO; mode <= QLA_CP_PLAN; ++mode) {
     for (uint32_t flags : {0u, static_cast<uint32_t>(QLA_FLAG_BATCH_INVARIANT)}) {
       for (int32_t device : {-1, 0}) {
         qla_gdn_forward_args args = packed(40000, 4, 2, 4);
         args.device = device;
         args.cp_mode = mode;
         args.flags = flags;
-        args.cp_segment_chunks = mode == QLA_CP_FIXED ? 7 : 0;
+        args.cp_segment_chunks = mode == QLA_CP_FIXED || mode == QLA_CP_PLAN ? 7 : 0;
+        args.cp_uncut_chunks = mode == QLA_CP_PLAN ? 200 : 0;
         const std::vector<int64_t> lens = {0, 32768, 1, 6500};
         const Planned p = make_plan(args, lens);
         ASSERT_EQ(p.status, QLA_OK) << qla_last_error();

@@ -106,7 +106,7 @@ class Fuzzer {
         a.scale = one_of<double>({0.0, -1.0, NAN, INFINITY, 1e300});
         break;
       case 6:
-        a.cp_mode = static_cast<int32_t>(pick(-1, 4));
+        a.cp_mode = static_cast<int32_t>(pick(-1, 5));
         break;
       case 7:
         a.cp_segment_chunks = one_of<int64_t>({0, 1, 2, -1, INT64_MAX});
@@ -115,7 +115,7 @@ class Fuzzer {
         a.cp_warmup_threshold = one_of<double>({NAN, -1.0, 0.0, 1.0, -INFINITY, INFINITY});
         break;
       default:
-        a.reserved0 = static_cast<int32_t>(pick(0, 1));
+        a.cp_uncut_chunks = static_cast<int32_t>(pick(-1, 1));
         break;
     }
   }

@@ -34,7 +34,7 @@ def backward(
     arguments = [*given, h0, inputs.get("cu_seqlens"), None, None, None, saved, do, dht]
     needs = 0b111111 if h0 is not None else 0b011111
     flags = _ffi.FLAG_QK_L2NORM if inputs.get("norm") else 0
-    grads = torch.ops.qla.gdn_backward(*arguments, 128**-0.5, flags, cp_mode, chunks, threshold, needs, mib << 20)
+    grads = torch.ops.qla.gdn_backward(*arguments, 128**-0.5, flags, cp_mode, chunks, threshold, 0, needs, mib << 20)
     return list(grads[: 6 if h0 is not None else 5])
 
 
@@ -141,7 +141,7 @@ def test_what_forward_kept_gives_the_same_bits(device: Device) -> None:
             inputs["cu_seqlens"] = device.cu(*(sum(lengths[:i]) for i in range(len(lengths) + 1)))
         do, dht = upstream(inputs, len(lengths))
         arguments = [inputs[n] for n in ("q", "k", "v", "g", "beta")] + [None, inputs.get("cu_seqlens"), None, None, None]
-        saved = torch.ops.qla.gdn_forward(*arguments, 128**-0.5, _ffi.FLAG_QK_L2NORM, *cut, False, True, 0)[2]
+        saved = torch.ops.qla.gdn_forward(*arguments, 128**-0.5, _ffi.FLAG_QK_L2NORM, *cut, 0, False, True, 0)[2]
         for grad, x, y in zip(NAMES, backward(inputs, do, dht, cut, saved=saved), backward(inputs, do, dht, cut)):
             assert torch.equal(x, y), grad
 

@@ -292,11 +292,11 @@ def test_opcheck(device: Device, grad: bool) -> None:
     for flags, gate in ((0, (None, None)), (_ffi.FLAG_RAW_GATE | _ffi.FLAG_QK_L2NORM, (torch.ones(4), torch.zeros(4)))):
         a_log, dt_bias = (y if y is None else y.to(device.name).requires_grad_(grad) for y in gate)
         tensors = (x["q"], x["k"], x["v"], x["g"], x["beta"], x["initial_state"], cu, a_log, dt_bias, None)
-        torch.library.opcheck(torch.ops.qla.gdn_forward.default, (*tensors, None, flags, 0, 0, None, True, grad, 0))
+        torch.library.opcheck(torch.ops.qla.gdn_forward.default, (*tensors, None, flags, 0, 0, None, 0, True, grad, 0))
         plain = [y.detach() if y is not None else None for y in tensors]
         do, dht = upstream(inputs, 2)
         needs = ops._all_needs(tuple(tensors))
-        torch.library.opcheck(torch.ops.qla.gdn_backward.default, (*plain, None, do, dht, None, flags, 0, 0, None, needs, 0))
+        torch.library.opcheck(torch.ops.qla.gdn_backward.default, (*plain, None, do, dht, None, flags, 0, 0, None, 0, needs, 0))
 
 
 @pytest.mark.br(82)
@@ -321,6 +321,7 @@ def test_opcheck_of_the_writing_operator(device: Device) -> None:
         0,
         0,
         None,
+        0,
         True,
         out,
         None,

@@ -49,7 +49,7 @@ TEST(Choose, OnlyWhatTheKernelsCanDo) {
     const Capabilities can{(mask & 1) != 0, (mask & 2) != 0, (mask & 4) != 0};
     for (int64_t tokens : {0, 1, 64, 4096, 32768, 1 << 20})
       for (int64_t heads : {1, 8, 64})
-        for (int32_t mode = QLA_CP_AUTO; mode <= QLA_CP_FIXED; ++mode)
+        for (int32_t mode = QLA_CP_AUTO; mode <= QLA_CP_PLAN; ++mode)
           for (bool invariant : {false, true}) {
             Policy policy;
             policy.mode = mode, policy.fixed_chunks = 3, policy.batch_invariant = invariant;
@@ -61,7 +61,7 @@ TEST(Choose, OnlyWhatTheKernelsCanDo) {
             if (mode == QLA_CP_OFF) {
               EXPECT_EQ(choice.rule.segment_chunks, 0);
             }
-            if (mode == QLA_CP_FIXED && can.segments) {
+            if ((mode == QLA_CP_FIXED || mode == QLA_CP_PLAN) && can.segments) {
               EXPECT_EQ(choice.rule.segment_chunks, 3);
             }
             if (invariant && can.segments && (mode == QLA_CP_AUTO || mode == QLA_CP_EXACT)) {
