@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <queue>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -57,29 +57,18 @@ std::vector<int64_t> sequence_lengths(const Problem& problem, const int64_t* len
   return std::vector<int64_t>(lens, lens + num_lens);
 }
 
-// Longest first over the multiprocessors, as the persistent grid takes items.
-class Queue {
- public:
-  void add(float us) { items_.push_back(us), total_ += us, longest_ = std::max(longest_, us); }
-  float makespan(int32_t sms) {
-    if (items_.size() > 200000) return std::max(longest_, static_cast<float>(total_ / sms));
-    std::sort(items_.begin(), items_.end(), std::greater<>());
-    std::priority_queue<float, std::vector<float>, std::greater<>> free_at;
-    for (int32_t i = 0; i < sms; ++i) free_at.push(0.0f);
-    float end = 0.0f;
-    for (const float us : items_) {
-      const float done = free_at.top() + us;
-      free_at.pop(), free_at.push(done);
-      end = std::max(end, done);
-    }
-    return end;
-  }
-
- private:
-  std::vector<float> items_;
-  double total_ = 0;
-  float longest_ = 0;
-};
+// Longest first over the multiprocessors, as the persistent grid takes items: of any number of lengths.
+float makespan(std::vector<float>& items, int32_t sms) {
+  std::sort(items.begin(), items.end(), std::greater<>());
+  std::vector<plan::EqualItems> kinds;
+  for (const float us : items)
+    if (!kinds.empty() && kinds.back().each == us)
+      ++kinds.back().count;
+    else
+      kinds.push_back({1, us});
+  std::vector<plan::FreeGroup> groups(kinds.size() + 1);
+  return plan::makespan(kinds.data(), static_cast<int32_t>(kinds.size()), static_cast<float>(sms), groups.data());
+}
 
 float predict(const PlannedCall& planned, const plan::Shape& shape, const std::vector<Segment>& segments, int64_t chunks) {
   const DeviceCosts& costs = planned.costs;
@@ -89,22 +78,22 @@ float predict(const PlannedCall& planned, const plan::Shape& shape, const std::v
   const float per_chunk =
       plan::chunk_cost(costs, shape, candidate, items,
                        static_cast<float>(chunks) * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms));
-  Queue main, pre;
+  std::vector<float> main, pre;
   int64_t chain = 0, longest_chain = 0;
   bool cut = false;
   for (const Segment& s : segments) {
     cut |= s.index > 0;
     for (int32_t part = 0; part < choice.value_splits; ++part)
-      main.add(static_cast<float>(s.walked_chunks()) * per_chunk + costs.item);
+      main.push_back(static_cast<float>(s.walked_chunks()) * per_chunk + costs.item);
     for (int32_t part = 0; part < 2; ++part) {
-      if (s.needs_end_state) pre.add(static_cast<float>(s.walked_chunks()) * costs.state_half);
-      if (s.needs_transition) pre.add(static_cast<float>(s.num_chunks) * costs.state_half);
+      if (s.needs_end_state) pre.push_back(static_cast<float>(s.walked_chunks()) * costs.state_half);
+      if (s.needs_transition) pre.push_back(static_cast<float>(s.num_chunks) * costs.state_half);
     }
     chain = s.start == QLA_START_MERGED ? chain + 1 : 0;
     longest_chain = std::max(longest_chain, chain);
   }
-  return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) + main.makespan(costs.num_sms) +
-         pre.makespan(costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;
+  return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) + makespan(main, costs.num_sms) +
+         makespan(pre, costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;
 }
 
 void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t num_lens, const float* chunk_log_decay,

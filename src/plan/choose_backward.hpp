@@ -15,6 +15,24 @@ inline constexpr float kPrePassBytes = 0.6f;
 // A cut that promises less than this share of the uncut time is within the model's error of a loss.
 inline constexpr float kWorthACut = 0.97f;
 
+// Items over a device's multiprocessors, longest first: equal ones take whole rounds while these are few, else the queue evens
+// them out.
+struct Load {
+  float items = 0, total = 0, longest = 0;
+
+  void add(float count, float each) {
+    items += count, total += count * each;
+    longest = std::max(longest, count > 0 ? each : 0.0f);
+  }
+  float makespan(float sms) const {
+    if (items <= sms) return longest;
+    const bool equal = total > 0.999f * items * longest;
+    const float rounds = items / sms;
+    if (equal && rounds <= 3.0f) return static_cast<float>(static_cast<int64_t>(rounds + 0.9999f)) * longest;
+    return std::max(longest, total / sms + 0.3f * longest);
+  }
+};
+
 // Microseconds of the two passes, whole launches (decision 0073). A pair of multiprocessors takes one item, half of V each.
 inline float estimate_passes(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile,
                              int64_t segment_chunks) {

@@ -90,26 +90,45 @@ inline float parallel_cost(const DeviceCosts& costs, const Shape& shape, const C
   return us;
 }
 
-// Items over a device's multiprocessors, longest first: equal ones take whole rounds while these are few, else the queue evens
-// them out.
-struct Load {
-  float items = 0, total = 0, longest = 0;
-
-  void add(float count, float each) {
-    items += count, total += count * each;
-    longest = std::max(longest, count > 0 ? each : 0.0f);
-  }
-  float makespan(float sms) const {
-    if (items <= sms) return longest;
-    const bool equal = total > 0.999f * items * longest;
-    const float rounds = items / sms;
-    if (equal && rounds <= 3.0f) return static_cast<float>(static_cast<int64_t>(rounds + 0.9999f)) * longest;
-    return std::max(longest, total / sms + 0.3f * longest);
-  }
+// Equal items of a queue, and multiprocessors that are free at the same time.
+struct EqualItems {
+  float count, each;
+};
+struct FreeGroup {
+  float free_at, count;
 };
 
-// The same item by item: kinds of equal items, the longest first, each to the multiprocessor that is free first. Multiprocessors
-// that are free at the same time are one group, so it takes a few steps a kind and round.
+// Items by kinds, the longest first, each to the multiprocessor that is free first: a few steps a kind and round.
+// groups: room for one more than kinds.
+inline float makespan(const EqualItems* kinds, int32_t num_kinds, float sms, FreeGroup* groups) {
+  constexpr float kMostRounds = 12;  // then the queue evens them out
+  float items = 0, total = 0;
+  for (int32_t i = 0; i < num_kinds; ++i) items += kinds[i].count, total += kinds[i].count * kinds[i].each;
+  if (num_kinds == 0 || items <= sms) return num_kinds == 0 ? 0.0f : kinds[0].each;
+  if (items > kMostRounds * sms) return std::max(kinds[0].each, total / sms + 0.3f * kinds[0].each);
+  groups[0] = {0, sms};
+  int32_t num_groups = 1;  // sorted; a kind splits one group at most
+  for (int32_t kind = 0; kind < num_kinds; ++kind)
+    for (float left = kinds[kind].count; left > 0;) {
+      const float taken = std::min(left, groups[0].count), free_at = groups[0].free_at + kinds[kind].each;
+      left -= taken;
+      if (taken < groups[0].count)
+        groups[0].count -= taken;
+      else
+        std::copy(groups + 1, groups + num_groups--, groups);
+      int32_t at = num_groups;
+      while (at > 0 && groups[at - 1].free_at > free_at) --at;
+      if (at > 0 && groups[at - 1].free_at == free_at) {
+        groups[at - 1].count += taken;
+      } else {
+        std::copy_backward(groups + at, groups + num_groups, groups + num_groups + 1);
+        groups[at] = {free_at, taken}, ++num_groups;
+      }
+    }
+  return groups[num_groups - 1].free_at;
+}
+
+// The few kinds of an estimate.
 class Queue {
  public:
   void add(float count, float each) {
@@ -117,45 +136,16 @@ class Queue {
     int32_t at = num_kinds_++;
     for (; at > 0 && kinds_[at - 1].each < each; --at) kinds_[at] = kinds_[at - 1];
     kinds_[at] = {count, each};
-    items_ += count, total_ += count * each;
   }
   float makespan(float sms) const {
-    if (num_kinds_ == 0) return 0;
-    const float longest = kinds_[0].each;
-    if (items_ <= sms) return longest;
-    if (items_ > kMostRounds * sms) return std::max(longest, total_ / sms + 0.3f * longest);
-    struct Group {
-      float free_at, count;
-    } groups[kMostKinds + 2] = {{0, sms}};  // sorted; a kind splits one group at most
-    int32_t num_groups = 1;
-    for (int32_t kind = 0; kind < num_kinds_; ++kind)
-      for (float left = kinds_[kind].count; left > 0;) {
-        const float taken = std::min(left, groups[0].count), free_at = groups[0].free_at + kinds_[kind].each;
-        left -= taken;
-        if (taken < groups[0].count)
-          groups[0].count -= taken;
-        else
-          std::copy(groups + 1, groups + num_groups--, groups);
-        int32_t at = num_groups;
-        while (at > 0 && groups[at - 1].free_at > free_at) --at;
-        if (at > 0 && groups[at - 1].free_at == free_at) {
-          groups[at - 1].count += taken;
-        } else {
-          std::copy_backward(groups + at, groups + num_groups, groups + num_groups + 1);
-          groups[at] = {free_at, taken}, ++num_groups;
-        }
-      }
-    return groups[num_groups - 1].free_at;
+    FreeGroup groups[kMostKinds + 1];
+    return plan::makespan(kinds_, num_kinds_, sms, groups);
   }
 
  private:
   static constexpr int32_t kMostKinds = 8;
-  static constexpr float kMostRounds = 12;
-  struct Kind {
-    float count, each;
-  } kinds_[kMostKinds] = {};
+  EqualItems kinds_[kMostKinds] = {};
   int32_t num_kinds_ = 0;
-  float items_ = 0, total_ = 0;
 };
 
 inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile,

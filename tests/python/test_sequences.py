@@ -209,7 +209,11 @@ def test_heads_split_over_calls(device: Device, auto_cp: bool | str) -> None:
     lengths = (98, 1612, 93, 1612) if device.name == "cpu" else (988, 16128, 936, 16128)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(device.name)
     inputs = device.inputs(sum(lengths), (heads, heads), sequences=4, seed=1073, **sizes)
-    policy = auto_cp if isinstance(auto_cp, bool) else dataclasses.replace(qla.plan(**inputs, cu_seqlens=cu), segment_chunks=8, uncut_chunks=None)
+    policy = (
+        auto_cp
+        if isinstance(auto_cp, bool)
+        else dataclasses.replace(qla.plan(**inputs, cu_seqlens=cu), segment_chunks=8, uncut_chunks=None)
+    )
     whole, _ = qla.chunk_gated_delta_rule(**inputs, cu_seqlens=cu, auto_cp=policy)
     for shard in (heads // 4, 1):
         parts = []
