@@ -57,25 +57,29 @@ template <typename U>
 __device__ __forceinline__ void store_rows16(U* data, bool vector, const float (&d)[64], const int64_t (&offset)[2],
                                              const bool (&valid)[2], int lane) {
 #pragma unroll
-  for (int h = 0; h < 2; h++)
+  for (int h = 0; h < 2; h++) {
+    uint32_t x[4][4];  // all exchanges before the first branch, so that their latencies overlap
 #pragma unroll
     for (int m = 0; m < 4; m++) {
-      uint32_t x[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[j] = pack<U>(d[4 * (4 * m + j) + 2 * h], d[4 * (4 * m + j) + 2 * h + 1]);
-      transpose_quad(x, lane);
-      U* at = data + offset[h] + 8 * (4 * m + lane % 4);
-      if (!valid[h]) continue;
-      if (vector) {
-        *reinterpret_cast<uint4*>(at) = make_uint4(x[0], x[1], x[2], x[3]);
-      } else {
+      for (int j = 0; j < 4; j++) x[m][j] = pack<U>(d[4 * (4 * m + j) + 2 * h], d[4 * (4 * m + j) + 2 * h + 1]);
+      transpose_quad(x[m], lane);
+    }
+    if (!valid[h]) continue;
+    U* const row = data + offset[h] + 8 * (lane % 4);
+    if (vector) {
+#pragma unroll
+      for (int m = 0; m < 4; m++) *reinterpret_cast<uint4*>(row + 32 * m) = make_uint4(x[m][0], x[m][1], x[m][2], x[m][3]);
+    } else {
+#pragma unroll
+      for (int m = 0; m < 4; m++)
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          reinterpret_cast<uint16_t*>(at)[2 * j] = uint16_t(x[j]);
-          reinterpret_cast<uint16_t*>(at)[2 * j + 1] = uint16_t(x[j] >> 16);
+          reinterpret_cast<uint16_t*>(row + 32 * m)[2 * j] = uint16_t(x[m][j]);
+          reinterpret_cast<uint16_t*>(row + 32 * m)[2 * j + 1] = uint16_t(x[m][j] >> 16);
         }
-      }
     }
+  }
 }
 template <typename U>
 __device__ __forceinline__ void store_rows_wide(U* data, const float (&d)[64], const int64_t (&offset)[2], const bool (&valid)[2],
