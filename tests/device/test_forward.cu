@@ -31,8 +31,10 @@ struct Case {
   bool snapshots = false;
   int sms = 132;
   bool fused = false;
-  bool direct = false;     // fused, without plan_and_gates before it
-  bool normalise = false;  // fused: q and k of other lengths than 1
+  bool direct = false;          // fused, without plan_and_gates before it
+  bool normalise = false;       // fused: q and k of other lengths than 1
+  int gate_type = QLA_FLOAT32;  // fused: of gate and beta
+  bool heads_first = false;     // .. which lie [B][Hv][T]
 };
 
 static size_t dtype_size(int t) { return t == QLA_FLOAT64 ? 8 : t == QLA_FLOAT32 ? 4 : 2; }
@@ -118,6 +120,9 @@ static std::vector<double> random_state(Rng& r) {
 static void run(const Case& c) {
   Data normed = make_data(c.B, c.T, c.lens, c.Hk, c.Hv, c.bf16, c.gate, 1234), raw = normed;
   if (c.normalise) normalise(normed, raw);
+  if (c.gate_type == QLA_BFLOAT16 || c.gate_type == QLA_FLOAT16)
+    for (std::vector<double>* x : {&normed.g, &normed.beta})
+      for (double& e : *x) e = round16(e, c.gate_type == QLA_BFLOAT16);
   const Setup s = prepare(normed);
   const Data& d = s.d;
   const int N = d.N();
@@ -282,11 +287,14 @@ static void run(const Case& c) {
   }
   if (c.fused) {
     const int64_t slots = num_slots(d);
-    std::vector<float> g(rows * c.Hv, NAN), beta(rows * c.Hv, NAN);
-    for (int64_t i = 0; i < d.end_token * c.Hv; i++) {
-      g[i] = float(d.g[i]);
-      beta[i] = float(d.beta[i]);
-    }
+    const int64_t gate_t = c.heads_first ? 1 : c.Hv, gate_h = c.heads_first ? c.T : 1;
+    std::vector<uint8_t> g(rows * c.Hv * dtype_size(c.gate_type)), beta(g.size());
+    for (int64_t t = 0; t < rows; t++)
+      for (int h = 0; h < c.Hv; h++) {
+        const size_t at = t / c.T * c.T * c.Hv + t % c.T * gate_t + h * gate_h;
+        put(g, at, c.gate_type, t < d.end_token ? d.g[t * c.Hv + h] : NAN);
+        put(beta, at, c.gate_type, t < d.end_token ? d.beta[t * c.Hv + h] : NAN);
+      }
     std::vector<int64_t> boundaries = d.bos;
     boundaries.push_back(d.end_token);
     segments::Args plan{};
@@ -304,8 +312,8 @@ static void run(const Case& c) {
     a.varlen = !c.lens.empty();
     a.num_v_heads = c.Hv;
     a.scale = float(d.scale);
-    a.g = {upload(g), {c.T * c.Hv, c.Hv, 1}, QLA_FLOAT32};
-    a.beta = {upload(beta), {c.T * c.Hv, c.Hv, 1}, QLA_FLOAT32};
+    a.g = {upload(g), {c.T * c.Hv, gate_t, gate_h}, c.gate_type};
+    a.beta = {upload(beta), {c.T * c.Hv, gate_t, gate_h}, c.gate_type};
     a.vec = upload(std::vector<float>(slots * c.Hv * kFusedVecFloats, NAN));
     plan.has_initial = c.h0_dtype >= 0;
     p.fused = true;
@@ -568,6 +576,22 @@ int main(int argc, char** argv) {
        .sms = 1,
        .fused = true,
        .normalise = true});
+  for (const bool heads_first : {false, true}) {  // what the gates lie in, by whole chunks and with a tail in each sequence
+    const char* const names[] = {"float64", "fp32", "bf16", "fp16"};
+    static std::list<std::string> kept;
+    for (const int type : {QLA_FLOAT64, QLA_FLOAT32, QLA_BFLOAT16, QLA_FLOAT16}) {
+      if (type == QLA_FLOAT32 && !heads_first) continue;  // all the others
+      kept.push_back(std::string("fused, gates ") + names[type] + (heads_first ? ", [B][Hv][T]" : ""));
+      add({.name = kept.back().c_str(),
+           .T = 500,
+           .lens = {130, 64, 257, 20},
+           .Hk = 2,
+           .Hv = 4,
+           .fused = true,
+           .gate_type = type,
+           .heads_first = heads_first});
+    }
+  }
   for (Case c : std::vector<Case>(cases)) {  // every fused case again in one launch, where each item can have a CTA
     const int64_t seqs = c.lens.empty() ? c.B : int64_t(c.lens.size());
     if (!c.fused || seqs * c.Hv > c.sms) continue;
