@@ -160,13 +160,13 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
   }
   ptx::wgmma_fence();  // T0^T U01, T2^T U23
 #pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z1, ta + 4 * k, descriptor_at(q, 32 * k), k > 0);
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z1, ta + 4 * k, advance(q, 32 * k), k > 0);
   ptx::wgmma_commit();
   ptx::wgmma_wait();
 #pragma unroll
   for (int i = 0; i < 4; i++) f[i] = pack<__half>(z1[2 * i], z1[2 * i + 1]);
   ptx::wgmma_fence();  // .. T1^T, T3^T
-  wgmma_rs<__half, 0>(z2, f, descriptor_at(q, 64), 0);
+  wgmma_rs<__half, 0>(z2, f, advance(q, 64), 0);
   ptx::wgmma_commit();
   ptx::wgmma_wait();
 #pragma unroll
@@ -176,7 +176,7 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
   }
   ptx::wgmma_fence();  // Ta^T U[0:2,2:4]
 #pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, descriptor_at(p, 32 * k), k > 0);
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, advance(p, 32 * k), k > 0);
   ptx::wgmma_commit();
   if (warp == 0) {
     store_block<T>(tile + tile_block<Spread>(1, 0) + at.tile, z2);
@@ -194,7 +194,7 @@ __device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, 
   for (int i = 0; i < 8; i++) ta[i] = pack<__half>(z3[2 * i], z3[2 * i + 1]);
   ptx::wgmma_fence();  // .. Tb^T
 #pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, descriptor_at(p, 64 + 32 * k), k > 0);
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, advance(p, 64 + 32 * k), k > 0);
   ptx::wgmma_commit();
   ptx::wgmma_wait();
   if (warp < 2) {

@@ -38,9 +38,4 @@ __device__ __forceinline__ uint64_t advance(uint64_t first, int bytes) {
   return d;
 }
 
-// A descriptor so many bytes further: one addition. Made anew from its address it would be four instructions.
-__device__ __forceinline__ uint64_t descriptor_at(uint64_t d, uint32_t bytes) {
-  return (d & ~uint64_t(0xFFFFFFFF)) | (uint32_t(d) + (bytes >> 4));
-}
-
 }  // namespace qla::cuda

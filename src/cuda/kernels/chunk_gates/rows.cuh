@@ -32,35 +32,41 @@ __device__ __forceinline__ float beta_of(const Args& a, uint32_t low, uint32_t h
   return intra::decode_beta(intra::decode(low, high, a.beta.dtype, false), a.flags);
 }
 
-// Two neighbouring rows of gate and beta as they lie in memory: all asked for before one is looked at.
-struct RowPair {
-  uint32_t low[2], high[2];
+// Elements a stride apart as they lie in memory: all asked for before one is looked at. Those from count on are 0.
+template <int N>
+struct Raw {
+  uint32_t low[N], high[N];
 };
-struct RowPairs {
-  RowPair g, beta;
-};
-template <typename Word>
-__device__ __forceinline__ void load_pair_as(RowPair& to, const void* data, int64_t offset, int64_t stride, int count) {
+template <typename Word, int N>
+__device__ __forceinline__ void load_raw_as(Raw<N>& raw, const void* data, int64_t offset, int64_t stride, int count) {
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; i < N; i++) {
     const Word x = i < count ? static_cast<const Word*>(data)[offset + i * stride] : Word(0);
-    to.low[i] = uint32_t(x);
-    if constexpr (sizeof(Word) == 8) to.high[i] = uint32_t(uint64_t(x) >> 32);
+    raw.low[i] = uint32_t(x);
+    if constexpr (sizeof(Word) == 8) raw.high[i] = uint32_t(uint64_t(x) >> 32);
   }
 }
-__device__ __forceinline__ void load_pair(RowPair& to, const intra::View& view, int64_t batch, int64_t row, int head, int count) {
-  const int64_t offset = batch * view.stride[0] + row * view.stride[1] + head * view.stride[2];
+template <int N>
+__device__ __forceinline__ void load_raw(Raw<N>& raw, const intra::View& view, int64_t offset, int64_t stride, int count) {
   if (view.dtype == QLA_FLOAT32)
-    load_pair_as<uint32_t>(to, view.data, offset, view.stride[1], count);
+    load_raw_as<uint32_t>(raw, view.data, offset, stride, count);
   else if (view.dtype == QLA_FLOAT64)
-    load_pair_as<unsigned long long>(to, view.data, offset, view.stride[1], count);
+    load_raw_as<unsigned long long>(raw, view.data, offset, stride, count);
   else
-    load_pair_as<uint16_t>(to, view.data, offset, view.stride[1], count);
+    load_raw_as<uint16_t>(raw, view.data, offset, stride, count);
 }
+
+// Two neighbouring rows of one head.
+struct RowPairs {
+  Raw<2> g, beta;
+};
 __device__ __forceinline__ void load_rows(RowPairs& to, const Args& a, int64_t batch, int64_t row, int head, int count) {
+  const auto load = [&](Raw<2>& raw, const intra::View& x) {
+    load_raw(raw, x, batch * x.stride[0] + row * x.stride[1] + head * x.stride[2], x.stride[1], count);
+  };
   to.g = {};
-  if (a.g.data) load_pair(to.g, a.g, batch, row, head, count);
-  load_pair(to.beta, a.beta, batch, row, head, count);
+  if (a.g.data) load(to.g, a.g);
+  load(to.beta, a.beta);
 }
 __device__ __forceinline__ float2 decode_gates(const RowPairs& x, const Args& a, float rate, float bias, int count) {
   const auto of = [&](int i) { return i < count ? gate_of(a, x.g.low[i], x.g.high[i], rate, bias) : 0.f; };

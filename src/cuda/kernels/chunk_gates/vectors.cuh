@@ -17,28 +17,6 @@ struct Shared {
   float gate[kHeads][kPitch], beta[kHeads][kPitch];
 };
 
-// Elements at offset + 8 i stride, i < count, as they lie in memory: all asked for before one is looked at.
-struct Raw {
-  uint32_t low[kHeads / 8], high[kHeads / 8];
-};
-template <typename Word>
-__device__ __forceinline__ void load_raw_as(Raw& raw, const void* data, int64_t offset, int64_t stride, int count) {
-#pragma unroll
-  for (int i = 0; i < kHeads / 8; i++) {
-    const Word x = i < count ? static_cast<const Word*>(data)[offset + 8 * i * stride] : Word(0);
-    raw.low[i] = uint32_t(x);
-    if constexpr (sizeof(Word) == 8) raw.high[i] = uint32_t(uint64_t(x) >> 32);
-  }
-}
-__device__ __forceinline__ void load_raw(Raw& raw, const intra::View& view, int64_t offset, int count) {
-  if (view.dtype == QLA_FLOAT32)
-    load_raw_as<uint32_t>(raw, view.data, offset, view.stride[2], count);
-  else if (view.dtype == QLA_FLOAT64)
-    load_raw_as<unsigned long long>(raw, view.data, offset, view.stride[2], count);
-  else
-    load_raw_as<uint16_t>(raw, view.data, offset, view.stride[2], count);
-}
-
 __device__ __forceinline__ void write_vectors(const Args& a, Shared& s, const ChunkRecord& record, int slot, int part) {
   const int first = part * kHeads, heads = min(kHeads, a.num_v_heads - first);
   {
@@ -49,9 +27,9 @@ __device__ __forceinline__ void write_vectors(const Args& a, Shared& s, const Ch
     const auto offset = [&](const intra::View& x) {
       return batch * x.stride[0] + token * x.stride[1] + (first + column) * x.stride[2];
     };
-    Raw g{}, beta{};
-    if (a.g.data) load_raw(g, a.g, offset(a.g), count);
-    load_raw(beta, a.beta, offset(a.beta), count);
+    Raw<kHeads / 8> g{}, beta{};
+    if (a.g.data) load_raw(g, a.g, offset(a.g), 8 * a.g.stride[2], count);
+    load_raw(beta, a.beta, offset(a.beta), 8 * a.beta.stride[2], count);
 #pragma unroll
     for (int i = 0; i < kHeads / 8; i++) {
       const int head = column + 8 * i;

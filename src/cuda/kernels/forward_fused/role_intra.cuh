@@ -259,7 +259,7 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 8; w++) {
-        const uint64_t d = descriptor_at(kq, w / 4 * FusedConfig::kPanelBytes + w % 4 * 32);
+        const uint64_t d = advance(kq, w / 4 * FusedConfig::kPanelBytes + w % 4 * 32);
         ptx::wgmma_ss<T, 0>(acc, d, d, w > 0);
       }
       ptx::wgmma_commit();

@@ -66,7 +66,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 8; w++)
-        ptx::wgmma_rs<T, 0>(acc, sf + 4 * w, descriptor_at(kq, w / 4 * Cfg::kPanelBytes + w % 4 * 32), w > 0);
+        ptx::wgmma_rs<T, 0>(acc, sf + 4 * w, advance(kq, w / 4 * Cfg::kPanelBytes + w % 4 * 32), w > 0);
       ptx::wgmma_commit();
       ptx::mbarrier_wait(sm.values().full(s), walk.phase());
       uint32_t vt[16];
@@ -101,7 +101,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F5)
-        ptx::wgmma_rs<T, 0>(delta, rf + 4 * w, descriptor_at(tile, 2048 * w), w > 0);
+        ptx::wgmma_rs<T, 0>(delta, rf + 4 * w, advance(tile, 2048 * w), w > 0);
       ptx::wgmma_commit();
       load_columns(scale, vec + kFusedE * 4);
       ptx::pin(o);
@@ -112,10 +112,10 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F9) S^T += E^T K
-        ptx::wgmma_rs<T, 1>(state, ef + 4 * w, descriptor_at(k, 2048 * w), 1);
+        ptx::wgmma_rs<T, 1>(state, ef + 4 * w, advance(k, 2048 * w), 1);
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F7) second term
-        ptx::wgmma_rs<T, 0>(o, df + 4 * w, descriptor_at(tile, kTileSmemBytes + 2048 * w), 1);
+        ptx::wgmma_rs<T, 0>(o, df + 4 * w, advance(tile, kTileSmemBytes + 2048 * w), 1);
       ptx::wgmma_commit();
       ptx::wgmma_wait();
 #pragma unroll
