@@ -23,32 +23,65 @@ struct Maps {
   CUtensorMap k, q, v, d_o, dv;
 };
 
-__device__ __forceinline__ uint32_t full_bar(uint32_t base, int stage) { return base + kBars + 8 * stage; }
-__device__ __forceinline__ uint32_t empty_bar(uint32_t base, int stage) { return base + kBars + 8 * (kMaxStages + stage); }
+// Barriers, in the order of kernel.cuh's table of edges. Each ring: full[0], .., empty[0], ..
+inline constexpr int kStageBars = 0;                           // state item: its stages; reverse item: K, Q, vectors
+inline constexpr int kMostStages = 5;                          // of the two
+inline constexpr int kRowBars = kStageBars + 2 * kMostStages;  // dO, Abar
+inline constexpr int kPgBars = kRowBars + 2 * kRowStages;      // Pg
+inline constexpr int kSnapshotBars = kPgBars + 2 * kPgTiles, kOutRowBars = kSnapshotBars + 4;  // at most two buffers each
+inline constexpr int kTailBar = kOutRowBars + 4, kNumBars = kTailBar + 1;
+static_assert(kBars + 8 * kNumBars <= kSmemBytes && kKeyStages <= kMostStages && kStateStages <= kMostStages, "barriers");
 
-// outputs of a chunk: product -> store, and back; two buffers
-__device__ __forceinline__ uint32_t out_full_bar(uint32_t base, int buffer) {
-  return base + kBars + 8 * (2 * kMaxStages + buffer);
+__device__ __forceinline__ uint32_t bar_at(uint32_t base, int which) { return base + kBars + 8 * which; }
+__device__ __forceinline__ uint32_t full_bar(uint32_t base, int stage) { return bar_at(base, kStageBars + stage); }
+__device__ __forceinline__ uint32_t empty_bar(uint32_t base, int stage) { return bar_at(base, kStageBars + kMostStages + stage); }
+__device__ __forceinline__ uint32_t row_full_bar(uint32_t base, int stage) { return bar_at(base, kRowBars + stage); }
+__device__ __forceinline__ uint32_t row_empty_bar(uint32_t base, int stage) {
+  return bar_at(base, kRowBars + kRowStages + stage);
 }
-__device__ __forceinline__ uint32_t out_empty_bar(uint32_t base, int buffer) {
-  return base + kBars + 8 * (2 * kMaxStages + 2 + buffer);
-}
-
-// Pg of a reverse item's stage: pg -> product; the way back is the stage's own
-__device__ __forceinline__ uint32_t pg_bar(uint32_t base, int stage) { return base + kBars + 8 * (2 * kMaxStages + 4 + stage); }
+__device__ __forceinline__ uint32_t pg_full_bar(uint32_t base, int tile) { return bar_at(base, kPgBars + tile); }
+__device__ __forceinline__ uint32_t pg_empty_bar(uint32_t base, int tile) { return bar_at(base, kPgBars + kPgTiles + tile); }
+// the i-th snapshot (which = kSnapshotBars) or rows (kOutRowBars) that are stored, in one of Buffers buffers
+template <int Buffers>
+struct OutEdge {
+  uint32_t full, empty, parity;
+  __device__ __forceinline__ OutEdge(uint32_t base, int which, int i)
+      : full(bar_at(base, which + uint32_t(i) % Buffers)),
+        empty(bar_at(base, which + 2 + uint32_t(i) % Buffers)),
+        parity(uint32_t(i) / Buffers % 2) {}
+  __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait(empty, parity ^ 1); }
+  __device__ __forceinline__ void wait_full() const {
+    ptx::mbarrier_wait(full, parity);
+    ptx::proxy_fence();
+  }
+  // A product warp's: what it wrote may leave. The proxy fence is the reader's, between its wait and its bulk store: a fence is a
+  // membar, and there its latency is in nobody's way.
+  __device__ __forceinline__ void publish(int lane) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(full);
+  }
+};
 // rows past the end of a reverse item's highest chunk are zero: product -> pg, once
-__device__ __forceinline__ uint32_t tail_bar(uint32_t base) { return base + kBars + 8 * (3 * kMaxStages + 4); }
+__device__ __forceinline__ uint32_t tail_bar(uint32_t base) { return bar_at(base, kTailBar); }
 
-// A thread's place in its warpgroup and the shared-memory addresses of its fragments.
+// A thread's place in its warpgroup and the shared-memory addresses of its fragments. Only their first offsets are worked out:
+// the swizzle depends on the row modulo 8, which is the lane's, so that a step of 16 rows adds 2,048 bytes and one of 16 columns
+// exchanges bits 5 and 6. Made anew in the chain of products, an address would be four instructions.
 struct Lane {
   int lane, warp;
-  // token-major 64 x 64 panel seen transposed: value rows of this warp, tokens 16 j .. 16 j + 15
-  __device__ __forceinline__ uint32_t transposed(uint32_t panel, int j) const {
-    return transposed_lane(panel, 16 * j, 16 * warp, kRows, lane);
+  uint32_t of_rows, of_snapshot;
+  __device__ __forceinline__ Lane()
+      : lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        of_rows(transposed_lane(0, 0, 16 * warp, kRows, lane)),
+        of_snapshot(panel_address(16 * warp + lane / 8 % 2 * 8 + lane % 8, lane / 16 * 8, kHalf)) {
+    asm volatile("" : "+r"(of_rows), "+r"(of_snapshot));
   }
-  // snapshot half [64 v][128 features]: value rows of this warp, features 16 j ..
+  // token-major 64 x 64 panel seen transposed: value rows of this warp, tokens 16 j .. 16 j + 15
+  __device__ __forceinline__ uint32_t transposed(uint32_t panel, int j) const { return panel + of_rows + 2048 * j; }
+  // snapshot half [64 v][128 features]: value rows of this warp, features 16 j ..; tile aligned to 1,024
   __device__ __forceinline__ uint32_t snapshot(uint32_t tile, int j) const {
-    return tile + panel_address(16 * warp + lane / 8 % 2 * 8 + lane % 8, 16 * j + lane / 16 * 8, kHalf);
+    return (tile + of_snapshot ^ 32 * (j % 4)) + j / 4 * kPanel;
   }
 };
 
@@ -131,48 +164,40 @@ __device__ __forceinline__ void write_transposed(const float (&s)[64], float* bu
 // both use, for both. Relaxed, and no fence: what it orders are reads whose results have been used (wgmma waited for, ldmatrix
 // consumed). With release semantics the arrive is a membar, a tenth of a chunk's time.
 struct Release {
-  uint32_t first;  // this lane's remote empty_bar(0)
+  uint32_t bars;  // this lane's remote barriers
   __device__ __forceinline__ Release(uint32_t base, int lane) {
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(first) : "r"(empty_bar(base, 0)), "r"(lane % kCluster));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bars) : "r"(bar_at(base, 0)), "r"(lane % kCluster));
   }
-  __device__ __forceinline__ void operator()(int stage, int lane) const {
+  __device__ __forceinline__ void operator()(int which, int lane) const {
     __syncwarp();
     if (lane < kCluster)
-      asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(first + 8 * stage) : "memory");
+      asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(bars + 8 * which) : "memory");
   }
 };
-// The product warps' side of the output edges, chunk i of those that are stored.
-__device__ __forceinline__ void wait_output(uint32_t base, int i) {
-  ptx::mbarrier_wait(out_empty_bar(base, i & 1), i / 2 % 2 ^ 1);
-}
-__device__ __forceinline__ void publish_output(uint32_t base, int i, int lane) {
-  ptx::proxy_fence();
-  __syncwarp();
-  if (lane == 0) ptx::mbarrier_arrive(out_full_bar(base, i & 1));
-}
 
 // The producer's view of one chunk.
 struct Source {
   int batch, token, slot, head;
+  __device__ __forceinline__ int64_t index(const Params& p) const { return int64_t(slot) * p.num_v_heads + head; }
 };
 // Abar: panels of the compact tile under standing zeros (formats.hpp); rank 0 sends panels 0 and 3, rank 1 panels 1 and 2,
 // to both CTAs
-__device__ __forceinline__ void load_tile(uint32_t dst, const uint8_t* tiles, int64_t index, int rank, uint32_t bar) {
-  const uint8_t* src = tiles + index * kTileBytes;
+__device__ __forceinline__ void load_tile(const Params& p, const Source& c, uint32_t dst, int rank, uint32_t bar) {
+  const uint8_t* src = p.abar + c.index(p) * kTileBytes;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int panel = rank ? 1 + i : 3 * i;
     ptx::bulk_load_multicast(dst + 2560 * panel, src + panel_offset(panel), panel_bytes(panel), bar, 3);
   }
 }
-__device__ __forceinline__ void load_shared(const Params& p, const Source& c, uint32_t vec, uint32_t a, uint32_t k,
-                                            const CUtensorMap* map_k, int rank, uint32_t bar, int vec_bytes) {
-  const int64_t index = int64_t(c.slot) * p.num_v_heads + c.head;
-  ptx::bulk_load_multicast(vec + rank * (vec_bytes / 2), p.vec + index * kVecFloats + rank * (vec_bytes / 8), vec_bytes / 2, bar,
-                           3);
-  ptx::tensor_load_4d_multicast(k + rank * kPanel, map_k, 64 * rank, c.head / (p.num_v_heads / p.num_k_heads), c.token, c.batch,
+// half of K's or Q's tile and of the gate vectors, to both CTAs
+__device__ __forceinline__ void load_keys(const Params& p, const Source& c, uint32_t dst, const CUtensorMap* map, int rank,
+                                          uint32_t bar) {
+  ptx::tensor_load_4d_multicast(dst + rank * kPanel, map, 64 * rank, c.head / (p.num_v_heads / p.num_k_heads), c.token, c.batch,
                                 bar, 3);
-  load_tile(a, p.abar, index, rank, bar);
+}
+__device__ __forceinline__ void load_vectors(const Params& p, const Source& c, uint32_t dst, int rank, uint32_t bar, int bytes) {
+  ptx::bulk_load_multicast(dst + rank * (bytes / 2), p.vec + c.index(p) * kVecFloats + rank * (bytes / 8), bytes / 2, bar, 3);
 }
 
 }  // namespace qla::cuda::backward_passes

@@ -15,18 +15,28 @@ inline constexpr int kRegsProduct = 240, kRegsPg = 104, kRegsAux = 56;
 static_assert(kRegsProduct + kRegsPg + kRegsAux <= 65536 / kThreads / 8 * 8 * 3,
               "setmaxnreg only redistributes what the launch reserved");
 
-// shared memory, bytes. State stage: K V Abar vec; reverse stage: K Q dO Abar Pg vec (the whole record). Output buffers:
-// snapshot, then Delta or dR.
+// Shared memory, bytes. State item: stages of K V Abar vec. Reverse item: stages of K Q vec (the whole record) a chunk further
+// ahead than those of dO Abar, because Pg is made of them; tiles of Pg. Behind them the outputs: snapshots, rows (Delta or dR).
 inline constexpr int kKiB = 1024;
 inline constexpr int kPanel = 8 * kKiB;  // 64 tokens x 64 columns
 inline constexpr int kSnapshotHalf = 16 * kKiB;
 inline constexpr int kStateV = 16 * kKiB, kStateA = 24 * kKiB, kStateVec = 32 * kKiB, kStateStage = 33 * kKiB, kStateStages = 5;
-inline constexpr int kReverseQ = 16 * kKiB, kReverseO = 32 * kKiB, kReverseA = 40 * kKiB, kReverseP = 48 * kKiB,
-                     kReverseVec = 56 * kKiB, kReverseStage = 58 * kKiB, kReverseStages = 3;
-inline constexpr int kOut = 174 * kKiB, kOutBuffer = 24 * kKiB, kBars = kOut + 2 * kOutBuffer, kSmemBytes = kBars + 256;
-static_assert(kStateStage * kStateStages <= kOut && kReverseStage * kReverseStages <= kOut && kSmemBytes <= 227 * kKiB,
+inline constexpr int kStateOut = kStateStages * kStateStage;
+inline constexpr int kKeyQ = 16 * kKiB, kKeyVec = 32 * kKiB, kKeyStage = 34 * kKiB, kKeyStages = 4;
+inline constexpr int kRowA = 8 * kKiB, kRowStage = 16 * kKiB, kRowStages = 3;
+inline constexpr int kRowAt = kKeyStages * kKeyStage, kPgAt = kRowAt + kRowStages * kRowStage, kPgTiles = 2,
+                     kReverseOut = kPgAt + kPgTiles * kTileSmemBytes;
+// output buffers of an item: snapshots, then rows
+template <int Snapshots, int Rows>
+struct Outputs {
+  static constexpr int kSnapshots = Snapshots, kRows = Rows, kBytes = Snapshots * kSnapshotHalf + Rows * kPanel;
+};
+using StateOutputs = Outputs<2, 2>;
+using ReverseOutputs = Outputs<1, 1>;
+inline constexpr int kBars = 224 * kKiB, kSmemBytes = kBars + 256;
+static_assert(kStateOut + StateOutputs::kBytes <= kBars && kReverseOut + ReverseOutputs::kBytes <= kBars &&
+                  kSmemBytes <= 227 * kKiB,
               "shared memory");
-inline constexpr int kMaxStages = 5;
 
 using cuda::StateView;
 

@@ -10,19 +10,25 @@
 //   load     8      56    -                           lane 0 issues all loads
 //   store    9      56    -                           lane 0 issues all stores; rows of a tail chunk by all lanes
 //
-// Edges              from -> to                       count           guards
-//   full[stage]      load of both CTAs -> product, pg 1 + tx          a stage's tiles
-//   pg[stage]        pg -> product                    4 warps         the stage's Pg; freed with the stage
-//   empty[stage]     product of both CTAs -> load     2 x 4 warps     the same: a stage is filled in both CTAs at once
-//   tail             product -> pg                    1               rows past the end zeroed (reverse)
-//   named 1          product                          128             the same, among the products
-// Outputs leave by bulk stores from two buffers; the one of chunk c is free once thread 0 has seen the group of c - 2 read
-// (before chunk c - 1's barrier).
+// Edges           from -> to                       count          guards
+//   full[4|5]     load of both CTAs -> product,pg  1 + tx         a stage: K V Abar vectors (state), K Q vectors (reverse)
+//   empty         product of both CTAs -> load     2 x 4 warps    the same: a stage is filled in both CTAs at once
+//   row full[3]   load of both CTAs -> product     1 + tx         dO, Abar of a reverse item
+//   row empty     product of both CTAs -> load     2 x 4 warps    the same
+//   pg full[2]    pg -> product                    4 warps        Pg
+//   pg empty      product -> pg                    4 warps        Pg
+//   out full      product -> store                 4 warps        a snapshot; rows of Delta or dR. The store warp fences
+//   out empty     store -> product                 1              the same
+//   tail          product -> pg                    1              rows past the end zeroed (reverse)
+//   named 1       product                          128            the same, among the products
 //
-// SMEM (KiB)      state item: 5 stages of 33                  reverse item: 3 stages of 58
-//   stage         K 16, V half 8, Abar 8, gate vectors 1      K 16, Q 16, dO half 8, Abar 8, Pg 8, gate vectors 2
-//   output        2 x (S half 16, Delta half 8)               2 x (dS+ half 16, dR half 8)
-//   total         222 of 227. Abar: compact panels under zeros that are written once (formats.hpp); Pg likewise.
+// SMEM (KiB)      state item                             reverse item
+//   stages        5 x 33: K 16, V half 8, Abar 8, vec 1  4 x 34: K 16, Q 16, vec 2; 3 x 16: dO half 8, Abar 8
+//   Pg                                                   2 x 8
+//   outputs       2 x S half 16, 2 x Delta half 8        dS+ half 16, dR half 8
+//   total         213                                    224 of 227
+// Abar: compact panels under zeros that are written once (formats.hpp); Pg likewise. K and Q run a chunk ahead of dO, since Pg of
+// a chunk has to be there before the chunk begins. One buffer of each output is enough where it leaves as soon as it is written.
 //
 // Tail: K, Q, V, dO rows past the end are zeroed in shared memory; dV rows leave one by one.
 #pragma once
@@ -48,23 +54,39 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     it = p.cut_items[cluster];
     reverse = it.reverse;
   }
-  const int stages = reverse ? kReverseStages : kStateStages, stage_bytes = reverse ? kReverseStage : kStateStage;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < stages; s++) {
+    constexpr int kWarps = kProductThreads / 32;
+    for (int s = 0; s < kMostStages; s++) {
       ptx::mbarrier_init(full_bar(base, s), 1);
-      ptx::mbarrier_init(empty_bar(base, s), kCluster * kProductThreads / 32);
-      ptx::mbarrier_init(pg_bar(base, s), kPgThreads / 32);
+      ptx::mbarrier_init(empty_bar(base, s), kCluster * kWarps);
     }
+    for (int s = 0; s < kRowStages; s++) {
+      ptx::mbarrier_init(row_full_bar(base, s), 1);
+      ptx::mbarrier_init(row_empty_bar(base, s), kCluster * kWarps);
+    }
+    for (int s = 0; s < kPgTiles; s++) {
+      ptx::mbarrier_init(pg_full_bar(base, s), kPgThreads / 32);
+      ptx::mbarrier_init(pg_empty_bar(base, s), kWarps);
+    }
+    for (int which : {kSnapshotBars, kOutRowBars})
+      for (int b = 0; b < 2; b++) {
+        ptx::mbarrier_init(bar_at(base, which + b), kWarps);
+        ptx::mbarrier_init(bar_at(base, which + 2 + b), 1);
+      }
     ptx::mbarrier_init(tail_bar(base), 1);
-    for (int b = 0; b < 2; b++) {
-      ptx::mbarrier_init(out_full_bar(base, b), kProductThreads / 32);
-      ptx::mbarrier_init(out_empty_bar(base, b), 1);
-    }
     ptx::mbarrier_init_fence();
   }
-  for (int s = 0; s < stages; s++)  // the upper blocks of Abar and Pg stay zero
-    for (int i = threadIdx.x; i < (reverse ? 2 : 1) * kTileSmemBytes / 16; i += kThreads)
-      ptx::sts4u(base + s * stage_bytes + (reverse ? kReverseA : kStateA) + 16 * i, 0, 0, 0, 0);
+  // the upper blocks of Abar and Pg stay zero
+  auto zero = [&](uint32_t at, int tiles, int stride) {
+    for (int s = 0; s < tiles; s++)
+      for (int i = threadIdx.x; i < kTileSmemBytes / 16; i += kThreads) ptx::sts4u(base + at + s * stride + 16 * i, 0, 0, 0, 0);
+  };
+  if (reverse) {
+    zero(kRowAt + kRowA, kRowStages, kRowStage);
+    zero(kPgAt, kPgTiles, kTileSmemBytes);
+  } else {
+    zero(kStateA, kStateStages, kStateStage);
+  }
   ptx::proxy_fence();
   __syncthreads();
   ptx::cluster_arrive();

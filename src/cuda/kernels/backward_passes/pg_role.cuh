@@ -1,4 +1,4 @@
-// Pg (F6) of each chunk of a reverse item, made where it is used: by a warpgroup of its own, up to three chunks ahead of the
+// Pg (F6) of each chunk of a reverse item, made where it is used: by a warpgroup of its own, up to two chunks ahead of the
 // products. Both CTAs of a cluster make the whole tile: half of it each, exchanged, would put the other CTA into every chunk's
 // path.
 #pragma once
@@ -10,16 +10,18 @@ namespace qla::cuda::backward_passes {
 
 template <typename T>
 __device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uint32_t base) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = fragment_row(warp, lane), col = fragment_col(lane);
+  // a warp's number known to be the same in all its lanes: else descriptors go through ordinary registers
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, int(threadIdx.x / 32 % 4), 0), row = fragment_row(warp, lane),
+            col = fragment_col(lane);
   // the four 8 x 8 matrices of a 16 x 16 block for stmatrix: rows of 32 bytes, 32-byte swizzle
   const int to_row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
-  const uint32_t to = kReverseP + 32 * to_row + ((lane / 16 ^ (to_row >> 2 & 1)) << 4);
-  Ring<kReverseStages> ring;
+  const uint32_t to = base + kPgAt + 32 * to_row + ((lane / 16 ^ (to_row >> 2 & 1)) << 4);
+  Ring<kKeyStages> ring;
   for (int i = 0; i < it.chunks; i++) {
-    const uint32_t st = base + ring.stage * kReverseStage, vec = st + kReverseVec;
+    const uint32_t st = base + ring.stage * kKeyStage, vec = st + kKeyVec;
     ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
     if (i == 0 && it.last_rows < kRows) ptx::mbarrier_wait(tail_bar(base), 0);  // rows past the end are zero now
-    const uint64_t q = descriptor_k_major(st + kReverseQ), key = descriptor_k_major(st);
+    const uint64_t q = descriptor_k_major(st + kKeyQ), key = descriptor_k_major(st);
     float acc[32];
     ptx::wgmma_fence();
 #pragma unroll
@@ -41,30 +43,38 @@ __device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uin
       for (int n = 0; n < 2; n++) {
         const uint32_t at = vec + (16 * kb + 8 * n + col) * 4;
         const float2 g = ptx::lds2(at + kVecG * 4), beta = ptx::lds2(at + kVecBeta * 4), rk = ptx::lds2(at + kVecRk * 4);
+        const float2 column = make_float2(rk.x * beta.x, rk.y * beta.y);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const int e = 8 * kb + 4 * n + 2 * h;
-          factor[e] = rk.x * row_factor[h] * (exp2_approx(g_row[h] - g.x) * beta.x);
-          factor[e + 1] = rk.y * row_factor[h] * (exp2_approx(g_row[h] - g.y) * beta.y);
+          factor[e] = exp2_approx(g_row[h] - g.x) * (row_factor[h] * column.x);
+          factor[e + 1] = exp2_approx(g_row[h] - g.y) * (row_factor[h] * column.y);
         }
       }
     }
+    const int tile = i % kPgTiles;
+    ptx::mbarrier_wait(pg_empty_bar(base, tile), i / kPgTiles % 2 ^ 1);
     ptx::wgmma_wait();
 #pragma unroll
     for (int kb = 0; kb < 4; kb++) {
       if (kb > warp) break;
-      uint32_t x[4];
+      uint32_t x[4];  // matrices in stmatrix's order
+      if (kb < warp) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {  // matrices in stmatrix's order
-        const int e = 8 * kb + 2 * i, under = row + i % 2 * 8 - (16 * kb + i / 2 * 8 + col);
-        // a select: the gate may be inf above the diagonal
-        x[i] = pack<T>(under >= 0 ? acc[e] * factor[e] : 0.f, under >= 1 ? acc[e + 1] * factor[e + 1] : 0.f);
+        for (int i = 0, e = 8 * kb; i < 4; i++, e += 2) x[i] = pack<T>(acc[e] * factor[e], acc[e + 1] * factor[e + 1]);
+      } else {  // the diagonal block
+#pragma unroll
+        for (int i = 0, e = 8 * kb; i < 4; i++, e += 2) {
+          const int under = fragment_row(0, lane) + i % 2 * 8 - (i / 2 * 8 + col);
+          // a select: the gate may be inf above the diagonal
+          x[i] = pack<T>(under >= 0 ? acc[e] * factor[e] : 0.f, under >= 1 ? acc[e + 1] * factor[e + 1] : 0.f);
+        }
       }
-      ptx::stmatrix_x4(st + to + 2048 * kb, x[0], x[1], x[2], x[3]);
+      ptx::stmatrix_x4(to + tile * kTileSmemBytes + 2048 * kb, x[0], x[1], x[2], x[3]);
     }
     ptx::proxy_fence();
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(pg_bar(base, ring.stage));
+    if (lane == 0) ptx::mbarrier_arrive(pg_full_bar(base, tile));
     ring.advance();
   }
 }

@@ -1,6 +1,8 @@
 // Reverse pass of one run of chunks, one value head, half of V: (B1)-(B4) with dS^T in registers, from the highest chunk down.
-// Writes dS+ of each chunk and dR = dV, behind the warm-up. The product dO^T Pg of the chunk ahead runs under the last product of
-// this one.
+// Writes dS+ of each chunk and dR = dV, behind the warm-up.
+//   Products, in their order, and what the warps do meanwhile: K dS+ (dS decays, dO gets its factors); Q^T dO, first half (dD);
+//   Abar^T dD; Q^T dO, second half (dR is packed); K^T dR (the next dO is read); dO^T Pg of the chunk ahead (the dR of the chunk
+//   is stored, dS is packed and stored).
 #pragma once
 
 #include "cuda/kernels/backward_passes/common.cuh"
@@ -9,7 +11,8 @@ namespace qla::cuda::backward_passes {
 
 template <typename T>
 __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it, uint32_t base, int part) {
-  const Lane l{int(threadIdx.x % 32), int(threadIdx.x / 32)};
+  using Out = ReverseOutputs;
+  const Lane l;
   float s[64];  // dS^T
   if (it.start == kFromCaller)
     read_caller(s, p.dht, it.sequence, it.v_head, part, l);
@@ -21,62 +24,74 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
   if (it.chunks > 0) {
     float pd[32];     // dO^T Pg of the chunk ahead
     uint32_t of[16];  // dO^T of the chunk ahead
-    auto load_do = [&](uint32_t st, uint32_t(&f)[16]) {
+    auto load_do = [&](uint32_t row, uint32_t(&f)[16]) {
 #pragma unroll
       for (int j = 0; j < 4; j++)
-        ptx::ldmatrix_x4_trans(l.transposed(st + kReverseO, j), f[4 * j], f[4 * j + 1], f[4 * j + 2], f[4 * j + 3]);
+        ptx::ldmatrix_x4_trans(l.transposed(row, j), f[4 * j], f[4 * j + 1], f[4 * j + 2], f[4 * j + 3]);
     };
     // Pg and Abar as rows of k: MN-major in the 32-byte swizzle, 16-column panels 2,048 bytes apart
     auto tile_rows = [](uint32_t tile) { return descriptor(tile, 2048, 256, 3); };  // k16 steps are 512 bytes apart
-    auto product_p = [&](uint32_t st) {
-      const uint64_t pg = tile_rows(st + kReverseP);
+    auto product_p = [&](uint32_t tile) {
+      const uint64_t pg = tile_rows(tile);
 #pragma unroll
       for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(pd, of + 4 * k, advance(pg, 512 * k), k > 0);
       ptx::wgmma_commit();
     };
     uint32_t sf[32];  // dS^T packed: nothing may be in flight where the loop closes (C7513), so packing ends the iteration
-    auto pack_state = [&](uint32_t st, bool more) {
-      const float gamma_c = more ? ptx::lds(st + kReverseVec + (kVecGamma + 63) * 4) : 1.f;
+    auto pack_state = [&](bool more, int stored) {
       pack_operand<T>(sf, s);
+      if (more && stored >= 0) {  // dS+ of the chunk ahead
+        const OutEdge<Out::kSnapshots> snapshot(base, kSnapshotBars, stored);
+        const uint32_t to = base + kReverseOut + stored % Out::kSnapshots * kSnapshotHalf;
+        snapshot.wait_empty();
 #pragma unroll
-      for (int j = 0; j < 64; j++) s[j] *= gamma_c;
-      ptx::pin(s);
+        for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(to, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
+        snapshot.publish(l.lane);
+      }
       ptx::pin(sf);
     };
-    Ring<kReverseStages> ring;
+    Ring<kKeyStages> ring;
+    Ring<kRowStages> rows;
     const Release release(base, l.lane);
     ptx::mbarrier_wait(full_bar(base, 0), 0);
+    ptx::mbarrier_wait(row_full_bar(base, 0), 0);
     if (it.last_rows < kRows) {
       zero_rows(base, 2, it.last_rows);
-      zero_rows(base + kReverseQ, 2, it.last_rows);
-      zero_rows(base + kReverseO, 1, it.last_rows);
+      zero_rows(base + kKeyQ, 2, it.last_rows);
+      zero_rows(base + kRowAt, 1, it.last_rows);
       ptx::proxy_fence();
       ptx::named_sync(1, kProductThreads);
       if (threadIdx.x == 0) ptx::mbarrier_arrive(tail_bar(base));
     }
-    load_do(base, of);
-    ptx::mbarrier_wait(pg_bar(base, 0), 0);
+    load_do(base + kRowAt, of);
+    ptx::mbarrier_wait(pg_full_bar(base, 0), 0);
     ptx::wgmma_fence();
-    product_p(base);
-    pack_state(base, true);
+    product_p(base + kPgAt);
+    pack_state(true, -it.warmup);
     ptx::wgmma_wait();
+    if (l.lane == 0) ptx::mbarrier_arrive(pg_empty_bar(base, 0));
     for (int i = 0; i < it.chunks; i++) {
       const int stored = i - it.warmup;  // chunks stored before this one; negative: nothing of this one is
-      const uint32_t st = base + ring.stage * kReverseStage, out = base + kOut + (stored & 1) * kOutBuffer,
-                     vec = st + kReverseVec + l.lane % 4 * 8;
-      uint32_t og[16];
+      const uint32_t st = base + ring.stage * kKeyStage, row = base + kRowAt + rows.stage * kRowStage,
+                     vec = st + kKeyVec + l.lane % 4 * 8;
+      uint32_t og[16];  // kept from the product with Pg
+#pragma unroll
+      for (int n = 0; n < 16; n++) og[n] = of[n];
       float e[32];
       float2 g[8];
       const uint64_t k_major = descriptor_k_major(st), k_rows = descriptor_mn_major(st, kPanel),
-                     q_rows = descriptor_mn_major(st + kReverseQ, kPanel), abar = tile_rows(st + kReverseA);
+                     q_rows = descriptor_mn_major(st + kKeyQ, kPanel), abar = tile_rows(row + kRowA);
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 8; k++)
         ptx::wgmma_rs<T, 0>(e, sf + 4 * k, advance(k_major, k / 4 * kPanel + k % 4 * 32), k > 0);  // (B1)
       ptx::wgmma_commit();
-      load_do(st, og);
+      const float gamma_c = ptx::lds(st + kKeyVec + (kVecGamma + 63) * 4);
 #pragma unroll
       for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecQ * 4 + n * 32);
+#pragma unroll
+      for (int j = 0; j < 64; j++) s[j] *= gamma_c;
+      ptx::pin(s);
 #pragma unroll
       for (int n = 0; n < 8; n++) {  // scale gamma dO^T
         const float2 lo = unpack<T>(og[2 * n]), hi = unpack<T>(og[2 * n + 1]);
@@ -84,17 +99,12 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
         og[2 * n + 1] = pack<T>(hi.x * g[n].x, hi.y * g[n].y);
       }
       ptx::pin(og);
+#pragma unroll
+      for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecE * 4 + n * 32);
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 2; k++) ptx::wgmma_rs<T, 1>(s, og + 4 * k, advance(q_rows, k * 2048), 1);  // (B4), Q
       ptx::wgmma_commit();
-#pragma unroll
-      for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecE * 4 + n * 32);
-      if (stored >= 0) {
-        wait_output(base, stored);
-#pragma unroll
-        for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(out, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
-      }
       ptx::wgmma_wait<1>();  // dE
       uint32_t df[16];
 #pragma unroll
@@ -108,16 +118,14 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(r, df + 4 * k, advance(abar, 512 * k), k > 0);  // (B3)
       ptx::wgmma_commit();
 #pragma unroll
+      for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecK * 4 + n * 32);
+#pragma unroll
       for (int k = 2; k < 4; k++) ptx::wgmma_rs<T, 1>(s, og + 4 * k, advance(q_rows, k * 2048), 1);
       ptx::wgmma_commit();
-      const int stage = ring.stage;
+      const int stage = ring.stage, row_stage = rows.stage;
       const bool more = i + 1 < it.chunks;
       ring.advance();
-      const uint32_t next = more ? base + ring.stage * kReverseStage : st;
-      if (more) ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
-#pragma unroll
-      for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecK * 4 + n * 32);
-      load_do(next, of);
+      rows.advance();
       ptx::wgmma_wait<1>();  // dR
       uint32_t rf[16], ro[16];
 #pragma unroll
@@ -129,20 +137,31 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
 #pragma unroll
       for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(s, rf + 4 * k, advance(k_rows, k * 2048), 1);  // (B4), K
       ptx::wgmma_commit();
-      if (more) ptx::mbarrier_wait(pg_bar(base, ring.stage), ring.phase);
+      release(kRowBars + kRowStages + row_stage, l.lane);
+      const int tile = more ? (i + 1) % kPgTiles : i % kPgTiles;  // the last chunk multiplies its own once more
+      if (more) {
+        ptx::mbarrier_wait(row_full_bar(base, rows.stage), rows.phase);
+        ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
+        ptx::mbarrier_wait(pg_full_bar(base, tile), (i + 1) / kPgTiles % 2);
+      }
+      load_do(more ? base + kRowAt + rows.stage * kRowStage : row, of);
       ptx::wgmma_fence();
-      product_p(next);
+      product_p(base + kPgAt + tile * kTileSmemBytes);
       pack_operand<T>(ro, r);
       if (stored >= 0) {
+        const OutEdge<Out::kRows> d_rows(base, kOutRowBars, stored);
+        d_rows.wait_empty();
+        const uint32_t to = base + kReverseOut + Out::kSnapshots * kSnapshotHalf + stored % Out::kRows * kPanel;
 #pragma unroll
         for (int j = 0; j < 4; j++)
-          ptx::stmatrix_x4_trans(l.transposed(out + kSnapshotHalf, j), ro[4 * j], ro[4 * j + 1], ro[4 * j + 2], ro[4 * j + 3]);
-        publish_output(base, stored, l.lane);
+          ptx::stmatrix_x4_trans(l.transposed(to, j), ro[4 * j], ro[4 * j + 1], ro[4 * j + 2], ro[4 * j + 3]);
+        d_rows.publish(l.lane);
       }
       ptx::wgmma_wait<1>();  // dS is final; the next chunk's dO^T Pg is still in flight
-      release(stage, l.lane);
-      pack_state(next, more);
+      release(kStageBars + kMostStages + stage, l.lane);
+      pack_state(more, stored + 1);
       ptx::wgmma_wait();
+      if (l.lane == 0) ptx::mbarrier_arrive(pg_empty_bar(base, tile));
     }
   }
   if (it.end == kToCaller)
@@ -154,18 +173,24 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
 template <typename T>
 __device__ __forceinline__ void load_reverse_item(const Params& p, const Maps& maps, const PassItem& it, uint32_t base,
                                                   int rank) {
-  Ring<kReverseStages> ring;
+  Ring<kKeyStages> ring;
+  Ring<kRowStages> rows;
   const int token = int(it.token), batch = token / p.rows_per_batch, row = token % p.rows_per_batch;
   for (int c = it.chunks - 1; c >= 0; c--) {
     const Source src{batch, row + c * kRows, it.slot + c, it.v_head};
-    const uint32_t bar = full_bar(base, ring.stage), st = base + ring.stage * kReverseStage;
+    const uint32_t bar = full_bar(base, ring.stage), st = base + ring.stage * kKeyStage;
     ptx::mbarrier_wait(empty_bar(base, ring.stage), ring.phase ^ 1);
-    ptx::mbarrier_arrive_expect(bar, 4 * kPanel + kPanel + kTileBytes + kVecFloats * 4);
-    load_shared(p, src, st + kReverseVec, st + kReverseA, st, &maps.k, rank, bar, kVecFloats * 4);
-    ptx::tensor_load_4d(st + kReverseO, &maps.d_o, kHalf * rank, src.head, src.token, src.batch, bar);
-    ptx::tensor_load_4d_multicast(st + kReverseQ + rank * kPanel, &maps.q, 64 * rank, src.head / (p.num_v_heads / p.num_k_heads),
-                                  src.token, src.batch, bar, 3);
+    ptx::mbarrier_arrive_expect(bar, 4 * kPanel + kVecFloats * 4);
+    load_vectors(p, src, st + kKeyVec, rank, bar, kVecFloats * 4);
+    load_keys(p, src, st, &maps.k, rank, bar);
+    load_keys(p, src, st + kKeyQ, &maps.q, rank, bar);
     ring.advance();
+    const uint32_t row_bar = row_full_bar(base, rows.stage), row_st = base + kRowAt + rows.stage * kRowStage;
+    ptx::mbarrier_wait(row_empty_bar(base, rows.stage), rows.phase ^ 1);
+    ptx::mbarrier_arrive_expect(row_bar, kPanel + kTileBytes);
+    ptx::tensor_load_4d(row_st, &maps.d_o, kHalf * rank, src.head, src.token, src.batch, row_bar);
+    load_tile(p, src, row_st + kRowA, rank, row_bar);
+    rows.advance();
   }
 }
 
@@ -173,11 +198,22 @@ __device__ __forceinline__ void load_reverse_item(const Params& p, const Maps& m
 __device__ __forceinline__ void store_reverse_item(const Params& p, const Maps& maps, const PassItem& it, uint32_t base, int part,
                                                    int lane) {
   const int token = int(it.token), batch = token / p.rows_per_batch, row = token % p.rows_per_batch;
+  using Out = ReverseOutputs;
   for (int i = 0; i < it.chunks - it.warmup; i++) {
     const int c = it.chunks - it.warmup - 1 - i, rows = c + 1 == it.chunks ? it.last_rows : kRows;
-    const uint32_t out = base + kOut + (i & 1) * kOutBuffer, panel = out + kSnapshotHalf;
+    const uint32_t out = base + kReverseOut, panel = out + Out::kSnapshots * kSnapshotHalf + i % Out::kRows * kPanel;
     const int64_t at = int64_t(it.slot + c - p.first_slot) * p.num_v_heads + it.v_head;
-    ptx::mbarrier_wait(out_full_bar(base, i & 1), i / 2 % 2);
+    const OutEdge<Out::kSnapshots> snapshot(base, kSnapshotBars, i);
+    const OutEdge<Out::kRows> d_rows(base, kOutRowBars, i), last_rows(base, kOutRowBars, i + Out::kRows - 1);
+    if (lane == 0) {
+      snapshot.wait_full();
+      ptx::bulk_store(p.d_state + at * kSnapshotBytes + part * kSnapshotHalf, out + i % Out::kSnapshots * kSnapshotHalf,
+                      kSnapshotHalf);
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<1>();
+      if (i) ptx::mbarrier_arrive(last_rows.empty);  // the rows of the chunk before have been read
+    }
+    d_rows.wait_full();
     if (rows < kRows) {
       uint16_t* dv = static_cast<uint16_t*>(p.dv) + batch * p.dv_stride_b + (row + c * kRows) * p.dv_stride_t +
                      it.v_head * p.dv_stride_h + kHalf * part;
@@ -187,11 +223,10 @@ __device__ __forceinline__ void store_reverse_item(const Params& p, const Maps& 
       __syncwarp();
     }
     if (lane == 0) {
-      ptx::bulk_store(p.d_state + at * kSnapshotBytes + part * kSnapshotHalf, out, kSnapshotHalf);
       if (rows == kRows) ptx::tensor_store_4d(&maps.dv, kHalf * part, it.v_head, row + c * kRows, batch, panel);
       ptx::bulk_commit();
       ptx::bulk_wait_read<1>();
-      if (i) ptx::mbarrier_arrive(out_empty_bar(base, (i & 1) ^ 1));  // the buffer of the chunk before has been read
+      ptx::mbarrier_arrive(snapshot.empty);
     }
     __syncwarp();
   }
