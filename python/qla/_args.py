@@ -186,6 +186,17 @@ def forward_args(inputs: Inputs, options: Options, output_final_state: bool, ext
     return args
 
 
+# A call of fewer chunks times value heads keeps nothing for backward, which makes it anew in the launch that makes its tables: forward is
+# one launch then, as without gradients, where the host's time is what counts.
+FEW_CHUNK_HEADS = 32
+
+
+def keeps(q: Tensor, v: Tensor, cu: Tensor | None) -> bool:
+    """Whether a CUDA forward keeps for backward what it makes of keys and gates."""
+    sequences = q.shape[0] if cu is None else cu.shape[0] - 1
+    return bool((q.shape[0] * q.shape[1] // CHUNK + sequences) * v.shape[2] >= FEW_CHUNK_HEADS)
+
+
 def saved_bytes(q: Tensor, v: Tensor, cu: Tensor | None) -> Any:
     """Size of `saved` in the operators: an int, or an expression of symbolic shapes. The CPU saves nothing."""
     if not q.is_cuda:

@@ -30,6 +30,7 @@ from qla._args import (
     fill_contiguous,
     final_shape,
     forward_args,
+    keeps,
     last_contiguous,
     layout_of,
     needed_copies,
@@ -163,9 +164,9 @@ def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, s
     _ffi.check(library.qla_gdn_forward_check(byref(args)))
     least, best, size = c_size_t(0), c_size_t(0), c_size_t(0)
     _ffi.check(library.qla_gdn_forward_saved(byref(args), byref(size)))
-    entry.saved_bytes = size.value
-    if save and size.value:  # what is kept decides which kernels run, and those what workspace they need
-        fill_contiguous(args.saved, (size.value,), torch.uint8)
+    entry.saved_bytes = size.value if save and keeps(q, v, inputs[6]) else 0
+    if entry.saved_bytes:  # what is kept decides which kernels run, and those what workspace they need
+        fill_contiguous(args.saved, (entry.saved_bytes,), torch.uint8)
     _ffi.check(library.qla_gdn_forward_workspace_range(byref(args), byref(least), byref(best)))
     entry.bytes = max(least.value, min(best.value, default_forward_bytes()))
     args.saved = _ffi.Tensor()
@@ -252,6 +253,14 @@ def check_forward(
         _require_backward(entry, inputs, needs, options, output_final_state)
 
 
+def forward_for_backward(
+    inputs: Inputs, options: Options, output_final_state: bool, needs: int
+) -> tuple[Tensor, Tensor | None, Tensor | None, dict[Any, _Entry]]:
+    """forward() for a gradient node: also -> what backward takes as `known`."""
+    entry = _find_forward_entry(inputs, options, output_final_state, True, None)
+    return *_forward(entry, inputs, options, output_final_state, True, needs, None), entry.backwards
+
+
 def forward(
     inputs: Inputs,
     options: Options,
@@ -259,17 +268,19 @@ def forward(
     save: bool | int = False,
     needs: int = 0,
     extras: Extras | None = None,
-    backwards: list[dict[Any, _Entry]] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """-> (o, final_state or None, saved or None). save: keep what backward reuses; a number: in a buffer of so many bytes.
-    needs: bits of the gradients that backward will be asked for, refused here when it cannot serve them. backwards: receives what backward
-    takes as `known`."""
+    """-> (o, final_state or None, saved or None). save: keep what backward reuses, where that pays; a number: in a buffer of so many bytes.
+    needs: bits of the gradients that backward will be asked for, refused here when it cannot serve them."""
     entry = _find_forward_entry(inputs, options, output_final_state, bool(save), extras)
-    if backwards is not None:
-        backwards.append(entry.backwards)
+    return _forward(entry, inputs, options, output_final_state, save, needs, extras)
+
+
+def _forward(
+    entry: _Entry, inputs: Inputs, options: Options, output_final_state: bool, save: bool | int, needs: int, extras: Extras | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if entry.copies:
         return forward(_copied(inputs, entry.copies), options, output_final_state, save, needs, extras)
-    if needs:
+    if needs and needs not in entry.backward_ok:
         _require_backward(entry, inputs, needs, options, output_final_state)
 
     q, v = inputs[0], inputs[2]

@@ -85,6 +85,19 @@ def _unknown(kwargs: dict[str, Any], state_v_first: bool) -> bool:
     return state_v_first
 
 
+def _flags(qk_l2norm: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool) -> int:
+    flags = _VALIDATE
+    if qk_l2norm:
+        flags |= _ffi.FLAG_QK_L2NORM
+    if beta_sigmoid:
+        flags |= _ffi.FLAG_BETA_SIGMOID
+    if neg_eigval:
+        flags |= _ffi.FLAG_NEG_EIGVAL
+    if v_first:
+        flags |= _ffi.FLAG_STATE_V_FIRST
+    return flags
+
+
 class _Prepared:
     """A call after everything that needs no library: what the operators take."""
 
@@ -142,19 +155,11 @@ def _prepare(
         for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta)):
             _checks.check_tensor(name, x)
     cp = _AUTO if auto_cp is True else cp_policy(auto_cp)
-    flags = _VALIDATE
-    if use_qk_l2norm_in_kernel:
-        flags |= _ffi.FLAG_QK_L2NORM
+    flags = _flags(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
     if use_gate_in_kernel:
         flags |= _ffi.FLAG_RAW_GATE
     else:
         A_log = dt_bias = None
-    if use_beta_sigmoid_in_kernel:
-        flags |= _ffi.FLAG_BETA_SIGMOID
-    if allow_neg_eigval:
-        flags |= _ffi.FLAG_NEG_EIGVAL
-    if state_v_first:
-        flags |= _ffi.FLAG_STATE_V_FIRST
     if deterministic is not None:
         if deterministic == "batch":
             flags |= _ffi.FLAG_BATCH_INVARIANT
@@ -260,6 +265,22 @@ def chunk_gated_delta_rule(
         NotSupportedError (a NotImplementedError and a ValueError): valid, but this device or build has no kernel for it. Raised at
         forward also for what backward could not do when gradients are needed.
     """
+    plain = (
+        auto_cp is True
+        and not (use_gate_in_kernel or kwargs or checkpoint_every_n_tokens)
+        and cp_context is cu_seqlens_cpu is out is state_indices is has_initial_state is state_checkpoints is None
+        and deterministic is backward_mib is None
+        and isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and isinstance(beta, Tensor)
+    )
+    if plain:  # what most calls are: _prepare would come to the same
+        flags = _flags(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
+        q, k, v = _autocast(q, k, v)
+        inputs = (q, k, v, g, beta, initial_state, cu_seqlens, None, None, None, None)
+        options = (None if scale is None else float(scale), flags, *_AUTO)
+        return ops.gdn_forward(inputs, options, bool(output_final_state), ops.needs_grad(inputs))
     call = _prepare(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, use_gate_in_kernel, A_log, dt_bias, auto_cp, deterministic,

@@ -66,7 +66,7 @@ def _forward_impl(
     return (
         o,
         final if final is not None else q.new_empty(0, dtype=_args.state_dtype(q.dtype)),
-        saved if saved is not None else q.new_empty(0, dtype=torch.uint8),
+        saved if saved is not None else q.new_zeros(size, dtype=torch.uint8),  # nothing kept: the same bytes all the same
     )
 
 
@@ -104,7 +104,7 @@ def _backward_impl(
     max_bytes,
 ):  # fmt: skip
     inputs = (q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0)
-    if saved is not None and saved.numel() == 0:
+    if saved is not None and not (saved.numel() and _args.keeps(q, v, cu)):
         saved = None
     grads = _call.backward(
         inputs, saved, d_o, d_final, needs, (scale, flags, cp_mode, cp_segment_chunks, cp_threshold, cp_uncut_chunks), max_bytes
@@ -218,11 +218,10 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *present: Tensor) -> Any:
         inputs, positions, options, want_final, needs, max_bytes = call
-        backwards: list[Any] = []
-        o, final, saved = _call.forward(inputs, options, want_final, True, needs, None, backwards)
+        o, final, saved, known = _call.forward_for_backward(inputs, options, want_final, needs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*present, saved)
-        ctx.call = (positions, options, needs, max_bytes, backwards[0])
+        ctx.call = (positions, options, needs, max_bytes, known)
         return o, final
 
     @staticmethod
@@ -230,15 +229,24 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError(DOUBLE_BACKWARD)
         positions, options, needs, max_bytes, known = ctx.call
-        *present, saved = ctx.saved_tensors
-        inputs: list[Tensor | None] = [None] * _NUM_INPUTS
-        for j, x in zip(positions, present):
-            inputs[j] = x
-        dq, dk, dv, dg, dbeta, dh0, da_log, ddt_bias = _call.backward(
-            tuple(inputs), saved, d_o, d_final, needs, options, max_bytes, known
-        )
-        grads = (dq, dk, dv, dg, dbeta, dh0, None, da_log, ddt_bias, None)
-        return None, *[grads[j] for j in positions]
+        if positions is _FIVE:
+            *five, saved = ctx.saved_tensors
+            inputs = (*five, None, None, None, None, None)
+        else:
+            *present, saved = ctx.saved_tensors
+            absent: list[Tensor | None] = [None] * _NUM_INPUTS
+            for j, x in zip(positions, present):
+                absent[j] = x
+            inputs = tuple(absent)
+        grads = _call.backward(inputs, saved, d_o, d_final, needs, options, max_bytes, known)
+        if positions is _FIVE:
+            return None, *grads[:5]
+        dq, dk, dv, dg, dbeta, dh0, da_log, ddt_bias = grads
+        every = (dq, dk, dv, dg, dbeta, dh0, None, da_log, ddt_bias, None)
+        return None, *[every[j] for j in positions]
+
+
+_FIVE = (0, 1, 2, 3, 4)  # q, k, v, g and beta: what most calls have
 
 
 class _Transformed(torch.autograd.Function):
@@ -281,20 +289,25 @@ class _TransformedBackward(torch.autograd.Function):
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _dispatch_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
-_GRAD_BITS = tuple((1 << i, j) for i, j in enumerate(_args.GRAD_INPUTS))
 
 
 def needs_grad(inputs: Inputs) -> int:
     """Bits of the gradients that a backward would be asked for; 0: none."""
-    needs = 0
-    if torch.is_grad_enabled():
-        try:
-            for bit, j in _GRAD_BITS:
-                x = inputs[j]
-                if x is not None and x.requires_grad:
-                    needs |= bit
-        except AttributeError:  # not a tensor: the checks say which
-            return 0
+    if not torch.is_grad_enabled():
+        return 0
+    q, k, v, g, beta, h0, _, a_log, dt_bias, *_ = inputs
+    try:
+        needs = q.requires_grad | k.requires_grad << 1 | v.requires_grad << 2 | beta.requires_grad << 4  # type: ignore[union-attr]
+        if g is not None and g.requires_grad:
+            needs |= 1 << 3
+        if h0 is not None and h0.requires_grad:
+            needs |= 1 << 5
+        if a_log is not None and a_log.requires_grad:
+            needs |= 1 << 6
+        if dt_bias is not None and dt_bias.requires_grad:
+            needs |= 1 << 7
+    except AttributeError:  # not a tensor: the checks say which
+        return 0
     return needs
 
 
@@ -316,7 +329,10 @@ def gdn_forward(
     """inputs: the ten of _COMMON's order and None for state_indices; needs: of needs_grad. -> (o, final_state or None)."""
     if not torch.compiler.is_compiling() and _plain_eager(inputs):
         if needs:
-            positions = [j for j in range(_NUM_INPUTS) if inputs[j] is not None]
+            q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, _ = inputs
+            if g is not None and h0 is None and cu is None and a_log is None and dt_bias is None and has_h0 is None:
+                return _apply_eager((inputs, _FIVE, options, want_final, needs, max_bytes), q, k, v, g, beta)
+            positions = tuple(j for j in range(_NUM_INPUTS) if inputs[j] is not None)
             return _apply_eager((inputs, positions, options, want_final, needs, max_bytes), *[inputs[j] for j in positions])
         o, final, _ = _call.forward(inputs, options, want_final)
         return o, final

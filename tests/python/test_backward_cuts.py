@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import qla.ops  # noqa: F401  (defines the operators)
+import qla
+import qla.ops
 from common import LIMITS, Device, reference, upstream
-from qla import _ffi
+from qla import _args, _ffi
 from qla.testing import relative_l2
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
@@ -144,6 +145,23 @@ def test_what_forward_kept_gives_the_same_bits(device: Device) -> None:
         saved = torch.ops.qla.gdn_forward(*arguments, 128**-0.5, _ffi.FLAG_QK_L2NORM, *cut, 0, False, True, 0)[2]
         for grad, x, y in zip(NAMES, backward(inputs, do, dht, cut, saved=saved), backward(inputs, do, dht, cut)):
             assert torch.equal(x, y), grad
+
+
+def test_few_chunks_keep_nothing(device: Device) -> None:
+    """Under _args.FEW_CHUNK_HEADS forward runs as without gradients, the same bits, and the node holds no buffer; from there on it does."""
+    few = _args.FEW_CHUNK_HEADS
+    for tokens, kept in ((64, False), (64 * (few // 4), True)):
+        inputs: dict[str, Any] = device.inputs(tokens, seed=1407)
+        inputs.pop("initial_state", None)
+        q, v = inputs["q"], inputs["v"]
+        assert _args.keeps(q, v, None) == kept
+        with torch.no_grad():
+            plain = qla.chunk_gated_delta_rule(**inputs)[0]
+        o = qla.chunk_gated_delta_rule(**{n: x.requires_grad_() for n, x in inputs.items()})[0]
+        if not kept:
+            assert torch.equal(o, plain)
+        held = [x for x in o.grad_fn.saved_tensors if x is not None and x.dtype is torch.uint8]  # type: ignore[union-attr]
+        assert len(held) == (kept and device.name == "cuda")
 
 
 def test_one_graph_serves_any_boundaries_and_gates(device: Device) -> None:
