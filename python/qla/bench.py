@@ -74,6 +74,7 @@ def main(args: argparse.Namespace) -> int:
             raise ValueError("--sweep: torch sees no GPU; the plans are a GPU's")
         return sweep(args)
     device = args.device or ("cuda" if args.grid else "cpu")
+    check(args, device)
     if device == "cpu":
         if args.grid:
             raise ValueError("--grid: the published rows are GPU rows; use --device cuda, or leave --grid away")
@@ -83,6 +84,19 @@ def main(args: argparse.Namespace) -> int:
     from qla import bench_cuda
 
     return bench_cuda.main(args)
+
+
+ONLY_ON_A_GPU = ("rows", "kernels", "host", "flash_qla_path")  # of those whose default says that they were not given
+
+
+def check(args: argparse.Namespace, device: str) -> None:
+    """What argparse cannot see."""
+    for name in ONLY_ON_A_GPU if device == "cpu" else ():
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')}: expected on a GPU, got --device cpu; add --grid published or --sweep")
+    for name in ("tokens", "seconds", "budget", "rounds"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name}: expected more than 0, got {getattr(args, name)}")
 
 
 class JsonLines:

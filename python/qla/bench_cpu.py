@@ -288,6 +288,9 @@ def main(args: argparse.Namespace) -> int:
         f"one core does {gflops:.1f} GFLOP/s ({how}); floors: {FORWARD_FLOP} FLOP a token-head forward, {BACKWARD_FLOP} backward"
     )
     cases = [c for c in make_cases(args.tokens, cores) if not args.cases or args.cases in c.name]
+    if not cases:
+        names = ", ".join(f"'{c.name}'" for c in make_cases(args.tokens, cores))
+        raise ValueError(f"--cases: no case's name contains {args.cases!r}; there are {names}")
     if args.no_transformers:
         for case in cases:
             case.transformers = False

@@ -241,7 +241,7 @@ def main(args: argparse.Namespace) -> int:
     from qla import _ffi
 
     if not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
+        raise ValueError("torch sees no GPU, and the published rows are a GPU's; `qla bench` alone measures the CPU")
     rows = [r for r in read_rows(find_table(args.table), args.direction, args.rows) if args.items[0] <= r.items <= args.items[1]]
     if not rows:
         raise ValueError(f"--items: no row has {args.items[0]} to {args.items[1]} sequences x value heads")

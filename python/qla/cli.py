@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
         description="FlashQLA: Gated Delta Net chunked prefill, forward and backward",
         epilog="`qla COMMAND --help` lists a command's options",
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    commands = top.add_subparsers(dest="command", metavar="command")
     commands.add_parser("info", help="backends, instruction set, devices and why one is not served, which flash_qla is imported")
     for name, module, text in (
         (
@@ -36,7 +36,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    top = parser()
+    args = top.parse_args(argv)
+    if args.command is None:
+        top.print_help(sys.stderr)
+        return 2
     try:
         if args.command == "info":
             return info()

@@ -11,7 +11,7 @@ def parse_lengths(text: str) -> list[int]:
             numbers = [int(n) for n in part.split("x")]
         except ValueError:
             numbers = []
-        if len(numbers) not in (1, 2) or min(numbers) < 0:
+        if len(numbers) not in (1, 2) or min(numbers) < 0 or (len(numbers) == 2 and min(numbers) == 0):
             raise ValueError(f"lengths: expected e.g. 4096, 1024+7168 or 8192x4, got {part!r}")
         length, count = max(numbers), min(numbers) if len(numbers) == 2 else 1
         lengths += [length] * count

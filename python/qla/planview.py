@@ -25,7 +25,11 @@ class Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lengths", help="sequence lengths in tokens: 4096; 1024+7168, two packed sequences; 8192x4, four of 8192")
+    parser.add_argument(
+        "lengths",
+        nargs="+",
+        help="sequence lengths in tokens: 4096; 1024+7168 or 1024 7168, two packed sequences; 8192x4, four of 8192",
+    )
     parser.add_argument(
         "--heads", type=int, nargs=2, default=(2, 8), metavar=("HK", "HV"), help="key and value heads (default 2 8)"
     )
@@ -113,10 +117,18 @@ def plan_of_call(q: Any, k: Any, v: Any, g: Any, beta: Any, backend: str | None 
 
 
 def main(args: argparse.Namespace) -> int:
-    lengths = parse_lengths(args.lengths)
+    lengths = parse_lengths("+".join(args.lengths))
     hk, hv = args.heads
     if hk < 1 or hv < 1 or hv % hk:
-        raise ValueError(f"heads: expected HV a multiple of HK, got {hk} {hv}")
+        raise ValueError(f"--heads: expected HK 1 or more and HV a multiple of it, got {hk} {hv}")
+    if args.cp == "fixed" and args.segment_chunks < 1:
+        raise ValueError(
+            f"--segment-chunks: expected 1 or more with --cp fixed, got {args.segment_chunks}; 8 cuts into 512 tokens each"
+        )
+    if args.cp != "fixed" and args.segment_chunks:
+        raise ValueError(
+            f"--segment-chunks: expected with --cp fixed, got {args.segment_chunks} with --cp {args.cp}; add --cp fixed"
+        )
     decays = None
     if args.log_decay:
         decays = chunk_decays(lengths, args.log_decay, hv)

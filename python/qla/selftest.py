@@ -167,10 +167,17 @@ def main(args: argparse.Namespace) -> int:
     from qla import _ffi
     from qla.progress import Bar
 
-    print(_ffi.build_info())
-    cuda = args.device.startswith("cuda")
+    kind, _, index = args.device.partition(":")
+    cuda = kind == "cuda"
+    if args.device != "cpu" and not (cuda and (args.device == kind or index.isdigit())):
+        raise ValueError(f"--device: expected cpu, cuda or cuda:N, got {args.device!r}")
     if cuda and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
+    if cuda and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: torch sees {torch.cuda.device_count()} GPUs, got {args.device}; counting begins at cuda:0")
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds: expected a time above 0, got {args.seconds:g}; 5 runs the plain cases")
+    print(_ffi.build_info())
     generator = torch.Generator().manual_seed(args.seed)
     todo = list(cases(cuda, args.seed))
     failures: list[str] = []

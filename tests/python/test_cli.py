@@ -63,6 +63,14 @@ def test_plan_for_a_gpu_names_its_workspace():
     "words, said",
     [
         (("plan", "12y"), "lengths"),
+        (("plan", "64", "--cp", "fixed"), "--segment-chunks"),
+        (("plan", "64", "--segment-chunks", "3"), "--cp fixed"),
+        (("selftest", "--device", "gpu"), "cuda:N"),
+        (("selftest", "--seconds", "0"), "--seconds"),
+        (("bench", "--tokens", "0"), "--tokens"),
+        (("bench", "--rows", "1x"), "--grid published"),
+        (("bench", "--cases", "nothing of the kind", "--seconds", "0.01"), "--cases"),
+        ((), "usage: qla"),
         (("plan", "64", "--heads", "2", "3"), "multiple"),
         (("bench", "--device", "cpu", "--grid", "published"), "--grid"),
         (("bench", "--device", "cuda"), "no GPU"),
@@ -100,7 +108,7 @@ def test_lengths():
     assert lengths.parse_lengths("8192x4") == [8192] * 4
     assert lengths.parse_lengths("1x32768") == [32768]
     assert lengths.parse_lengths("1024+7168") == [1024, 7168]
-    for wrong in ("", "a", "3x4x5", "-1", "64+"):
+    for wrong in ("", "a", "3x4x5", "-1", "64+", "64x0"):
         with pytest.raises(ValueError):
             lengths.parse_lengths(wrong)
 
