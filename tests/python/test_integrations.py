@@ -267,3 +267,97 @@ def test_fla_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fla", None)
     with pytest.raises(ImportError, match="expected flash-linear-attention"):
         integration.enable()
+
+
+# ---- FlashInfer's call -----------------------------------------------------------------------------------------------
+
+
+def as_flashinfer(x: dict[str, torch.Tensor], cu: torch.Tensor) -> dict[str, torch.Tensor]:
+    packed = {n: y[0] for n, y in x.items() if n != "initial_state"}
+    packed["g"] = packed["g"].exp()
+    return {**packed, "initial_state": x["initial_state"].transpose(-1, -2).contiguous(), "cu_seqlens": cu.long()}
+
+
+def test_flashinfer_call(device: Device) -> None:
+    """Packed tensors, linear gates (a 0 among them), V-first states, tensors to write into: the numbers of our own call, bit for bit."""
+    from qla.integrations.flashinfer import chunk_gated_delta_rule as theirs
+
+    cu = device.cu(0, 100, 100, 300)
+    x = device.inputs(300, (2, 4), sequences=3)
+    x["g"][:, 150, 1] = -torch.inf
+    given = as_flashinfer(x, cu)
+    ours = {**x, "g": given["g"].log()[None], "initial_state": given["initial_state"]}
+    o, state = qla.chunk_gated_delta_rule(**ours, cu_seqlens=cu, output_final_state=True, state_v_first=True)
+    output, output_state = torch.full_like(o[0], torch.nan), torch.full_like(state, torch.nan)
+    got = theirs(**given, output_final_state=True, output=output, output_state=output_state, max_seqlen=200)
+    assert got[0] is output and got[1] is output_state
+    assert torch.equal(output, o[0]) and torch.equal(output_state, state)
+    alone = theirs(**{n: y.requires_grad_(y.is_floating_point()) for n, y in given.items()}, scale=0.0)
+    assert isinstance(alone, torch.Tensor) and torch.equal(alone, o[0]) and not alone.requires_grad
+    logs = theirs(**{**given, "g": x["g"][0]}, gate_domain="log")
+    assert relative_l2(logs.float(), o[0].float()) < LIMITS[device.dtype][0]
+
+
+def test_flashinfer_call_of_a_server(device: Device) -> None:
+    """A pool in place, checkpoints, logits, a raw gate, no gates at all, queries that share a key."""
+    from qla.integrations.flashinfer import chunk_gated_delta_rule as theirs
+
+    cu = device.cu(0, 130, 300)
+    x = device.inputs(300, (2, 4), sequences=2)
+    given = as_flashinfer(x, cu)
+    want, state = theirs(**given, output_final_state=True)
+    pool = torch.zeros(5, *state.shape[1:], device=state.device)
+    slots = device.tensor([3, 1])
+    pool[slots.long()] = given["initial_state"].float()
+    points = torch.full((2 + 2, *state.shape[1:]), torch.nan, device=state.device)
+    o, written = theirs(
+        **{**given, "initial_state": pool},
+        output_final_state=True,
+        output_state=pool,
+        state_indices=slots,
+        state_checkpoints=points,
+        checkpoint_every_n_tokens=64,
+        checkpoint_cu_starts=device.cu(0, 2, 4),
+    )
+    assert written is pool and torch.equal(o, want) and torch.equal(pool[slots.long()], state)
+    assert not points.isnan().any() and not pool[[0, 2, 4]].any()
+
+    logits = torch.logit(given["beta"].float().clamp(1e-3, 1 - 1e-3))
+    raw = {**given, "beta": logits, "g": torch.randn_like(logits)}
+    a_log, dt_bias = torch.rand(4, device=state.device), torch.randn(4, device=state.device)
+    fused = theirs(**raw, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias, beta_is_logit=True)
+    alpha = (-a_log.exp() * torch.nn.functional.softplus(raw["g"] + dt_bias)).exp()
+    plain = theirs(**{**given, "beta": logits.sigmoid(), "g": alpha})
+    assert relative_l2(fused.float(), plain.float()) < LIMITS[device.dtype][0]
+
+    bare = {n: given[n] for n in ("q", "k", "v", "cu_seqlens")}
+    ones = torch.ones_like(logits)
+    assert torch.equal(theirs(**bare), theirs(**bare, g=ones, beta=ones))
+    wide = {
+        **given,
+        "q": torch.cat((given["q"], given["q"].flip(1)), 1),
+        "v": given["v"][:, :2].clone(),
+    }  # 4 queries, 2 keys and values
+    each = {**wide, "k": wide["k"].repeat_interleave(2, 1), "v": wide["v"].repeat_interleave(2, 1)}
+    assert torch.equal(theirs(**wide), theirs(**each))
+
+
+def test_flashinfer_call_refuses_what_it_cannot() -> None:
+    from qla.integrations.flashinfer import chunk_gated_delta_rule as theirs
+
+    x = torch.zeros(64, 2, 128)
+    cu = torch.tensor([0, 64])
+    state = torch.zeros(1, 2, 128, 128)
+    for said, wrong in (
+        ("cu_seqlens", {"cu_seqlens": None}),
+        ("q: expected packed", {"q": x[None]}),
+        ("backend", {"backend": "cudnn"}),
+        ("prefix_lens", {"prefix_lens": cu}),
+        ("gate_domain", {"gate_domain": "log2"}),
+        ("A_log", {"use_gate_in_kernel": True}),
+        ("output_state", {"state_indices": torch.tensor([0]), "initial_state": state, "output_state": state.clone()}),
+        ("output_state", {"output_final_state": True, "output_state": state[:, :1]}),
+        ("v", {"v": x[:, :1]}),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=said):
+            theirs(**{"q": x, "k": x, "v": x, "cu_seqlens": cu, **wrong})
