@@ -1,0 +1,176 @@
+// What test_forward runs.
+#pragma once
+
+#include <list>
+#include <string>
+#include <vector>
+
+#include "qla/qla.h"
+
+namespace fwdtest {
+
+struct Case {
+  const char* name;
+  int64_t B = 1, T = 256;
+  std::vector<int64_t> lens;
+  int Hk = 1, Hv = 1;
+  bool bf16 = true;
+  double gate = 1.0 / 16;
+  int v_parts = 1;
+  bool strided = false;  // q, k, v, o as slices of one padded buffer
+  int h0_dtype = -1;     // -1: none
+  bool v_first = false;
+  bool pool = false;         // in place, with -1 for sequence 1
+  bool has_initial = false;  // every second sequence starts from zero
+  int segments = 1;          // cut each sequence; later segments start by warm-up or merged
+  int warmup = 0;            // 0 with segments > 1: merged start states
+  int checkpoint = 0;        // chunks
+  bool snapshots = false;
+  int sms = 132;
+  bool fused = false;
+  bool direct = false;          // fused, without plan_and_gates before it
+  bool normalise = false;       // fused: q and k of other lengths than 1
+  int gate_type = QLA_FLOAT32;  // fused: of gate and beta
+  bool heads_first = false;     // .. which lie [B][Hv][T]
+};
+
+inline std::vector<Case> forward_list() {
+  std::vector<Case> cases;
+  auto add = [&](Case c) { cases.push_back(c); };
+  add({.name = "full chunks"});
+  add({.name = "full chunks, fp16", .bf16 = false});
+  add({.name = "tail", .T = 200, .Hv = 2});
+  add({.name = "V split, group 8, tail", .T = 200, .Hv = 8, .v_parts = 2});
+  add({.name = "varlen, padding, group 4",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 8,
+       .h0_dtype = QLA_FLOAT32});
+  add({.name = "varlen, V split, few CTAs",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 4,
+       .v_parts = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .sms = 3});
+  add({.name = "one CTA for all, group 1",
+       .T = 400,
+       .lens = {70, 1, 129, 64, 0, 63},
+       .Hk = 2,
+       .Hv = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .sms = 1});
+  add({.name = "h0 bf16, V first", .T = 130, .h0_dtype = QLA_BFLOAT16, .v_first = true});
+  add({.name = "h0 float64, fp16", .T = 130, .bf16 = false, .h0_dtype = QLA_FLOAT64});
+  add({.name = "h0 fp16, V first, fp16", .T = 130, .bf16 = false, .h0_dtype = QLA_FLOAT16, .v_first = true});
+  add({.name = "dense B = 3, strided views, tail", .B = 3, .T = 100, .Hk = 2, .Hv = 4, .strided = true, .h0_dtype = QLA_FLOAT32});
+  add({.name = "strided views, V split, fp16", .B = 2, .T = 129, .Hk = 1, .Hv = 3, .bf16 = false, .v_parts = 2, .strided = true});
+  add({.name = "pool in place, -1 skips", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true});
+  add({.name = "pool in place, V split",
+       .T = 300,
+       .lens = {70, 100, 64, 3},
+       .Hv = 2,
+       .v_parts = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .v_first = true,
+       .pool = true,
+       .sms = 2});
+  add({.name = "has_initial_state", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .has_initial = true});
+  add({.name = "snapshots and checkpoints",
+       .T = 900,
+       .lens = {400, 64, 256, 100},
+       .Hv = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .checkpoint = 2,
+       .snapshots = true});
+  add({.name = "segments, warm-up",
+       .T = 900,
+       .lens = {640, 200},
+       .Hv = 2,
+       .gate = 0.5,
+       .segments = 3,
+       .warmup = 1,
+       .checkpoint = 1,
+       .snapshots = true});
+  add({.name = "segments, merged starts, V split",
+       .T = 900,
+       .lens = {640, 200},
+       .Hv = 2,
+       .v_parts = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .segments = 3});
+  add({.name = "no forgetting", .T = 1024, .Hv = 2, .gate = 0});
+  add({.name = "strong decay", .T = 256, .gate = 20});
+  add({.name = "fused, full chunks", .T = 1024, .fused = true});
+  add({.name = "fused, fp16", .T = 1024, .bf16 = false, .fused = true});
+  add({.name = "fused, tail, group 2", .T = 200, .Hv = 2, .fused = true});
+  add({.name = "fused, varlen, padding",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 8,
+       .h0_dtype = QLA_FLOAT32,
+       .fused = true});
+  add({.name = "fused, varlen, one CTA",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 4,
+       .h0_dtype = QLA_FLOAT32,
+       .sms = 1,
+       .fused = true});
+  add({.name = "fused, dense B = 3, strided",
+       .B = 3,
+       .T = 100,
+       .Hk = 2,
+       .Hv = 4,
+       .strided = true,
+       .h0_dtype = QLA_BFLOAT16,
+       .v_first = true,
+       .fused = true});
+  add({.name = "fused, pool", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true, .fused = true});
+  add({.name = "fused, no forgetting", .T = 1024, .Hv = 2, .gate = 0, .fused = true});
+  add({.name = "fused, strong decay", .T = 256, .gate = 20, .fused = true});
+  add({.name = "fused, norms", .T = 1024, .Hv = 2, .fused = true, .normalise = true});
+  add({.name = "fused, norms, fp16", .T = 1024, .bf16 = false, .fused = true, .normalise = true});
+  add({.name = "fused, norms, no forgetting", .T = 1024, .gate = 0, .fused = true, .normalise = true});
+  add({.name = "fused, norms, varlen, one CTA",
+       .T = 400,
+       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .Hk = 2,
+       .Hv = 4,
+       .h0_dtype = QLA_FLOAT32,
+       .sms = 1,
+       .fused = true,
+       .normalise = true});
+  for (const bool heads_first : {false, true}) {  // what the gates lie in, by whole chunks and with a tail in each sequence
+    const char* const names[] = {"float64", "fp32", "bf16", "fp16"};
+    static std::list<std::string> kept;
+    for (const int type : {QLA_FLOAT64, QLA_FLOAT32, QLA_BFLOAT16, QLA_FLOAT16}) {
+      if (type == QLA_FLOAT32 && !heads_first) continue;  // all the others
+      kept.push_back(std::string("fused, gates ") + names[type] + (heads_first ? ", [B][Hv][T]" : ""));
+      add({.name = kept.back().c_str(),
+           .T = 500,
+           .lens = {130, 64, 257, 20},
+           .Hk = 2,
+           .Hv = 4,
+           .fused = true,
+           .gate_type = type,
+           .heads_first = heads_first});
+    }
+  }
+  for (Case c : std::vector<Case>(cases)) {  // every fused case again in one launch, where each item can have a CTA
+    const int64_t seqs = c.lens.empty() ? c.B : int64_t(c.lens.size());
+    if (!c.fused || seqs * c.Hv > c.sms) continue;
+    static std::list<std::string> names;
+    names.push_back(std::string(c.name) + ", direct");
+    c.name = names.back().c_str();
+    c.direct = true;
+    add(c);
+  }
+  return cases;
+}
+
+}  // namespace fwdtest
