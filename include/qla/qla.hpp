@@ -249,6 +249,15 @@ class Plan {
   std::vector<qla_segment> segments_;
 };
 
+// Calls with these arguments are cut as the plan of them says from now on. A fixed length is one already.
+inline void repeat(qla_gdn_forward_args& args, const Plan& plan) noexcept {
+  if (args.cp_mode == QLA_CP_FIXED) return;
+  if (args.cp_mode == QLA_CP_EXACT) args.cp_warmup_threshold = -std::numeric_limits<double>::infinity();
+  args.cp_mode = QLA_CP_PLAN;
+  args.cp_segment_chunks = plan->segment_chunks;
+  args.cp_uncut_chunks = static_cast<int32_t>(plan->uncut_chunks);
+}
+
 inline std::vector<qla_device_info_t> devices() {
   int32_t count = 0;
   check(qla_device_count(&count));

@@ -1,6 +1,8 @@
 // qla.hpp: what it fills in, what it throws. (Numbers: examples/, which are tests.)
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "abi/calls.hpp"
 #include "qla/qla.hpp"
 
@@ -72,6 +74,20 @@ TEST(Sugar, PlanOwnsItsSegments) {
   EXPECT_EQ(plan.segments()[1].first_chunk, 1);
   EXPECT_NE(plan.text().find("segments of the given length"), std::string::npos);
   EXPECT_NO_THROW(devices());
+}
+
+TEST(Sugar, PlanIsRepeated) {
+  for (const int32_t mode : {QLA_CP_AUTO, QLA_CP_EXACT, QLA_CP_OFF, QLA_CP_FIXED}) {
+    ForwardCall call;
+    call.args.cp_mode = mode;
+    if (mode == QLA_CP_FIXED) call.args.cp_segment_chunks = 1;
+    const Plan plan(call.args);
+    repeat(call.args, plan);
+    const Plan again(call.args);
+    EXPECT_EQ(again->num_items, plan->num_items);
+    EXPECT_EQ(again->segment_chunks, plan->segment_chunks);
+    EXPECT_EQ(std::isinf(call.args.cp_warmup_threshold), mode == QLA_CP_EXACT);
+  }
 }
 
 }  // namespace
