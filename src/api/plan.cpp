@@ -70,9 +70,9 @@ float makespan(std::vector<float>& items, int32_t sms) {
   return plan::makespan(kinds.data(), static_cast<int32_t>(kinds.size()), static_cast<float>(sms), groups.data());
 }
 
-float predict(const PlannedCall& planned, const plan::Shape& shape, const std::vector<Segment>& segments, int64_t chunks) {
+float predict(const PlannedCall& planned, const Choice& choice, const plan::Shape& shape, const std::vector<Segment>& segments,
+              int64_t chunks) {
   const DeviceCosts& costs = planned.costs;
-  const Choice& choice = planned.choice;
   const plan::Candidate candidate{choice.rule.segment_chunks, choice.value_splits, choice.fused, choice.rule.uncut_chunks};
   const auto items = static_cast<float>(static_cast<int64_t>(segments.size()) * choice.value_splits);
   const float per_chunk =
@@ -107,8 +107,13 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   const std::vector<int64_t> lengths = sequence_lengths(problem, lens, num_lens);
   const plan::Policy policy = plan::make_policy(args, problem.dtype);
 
-  const PlannedCall planned = planned_call(args, problem, cuda);
-  const Choice& choice = planned.choice;
+  PlannedCall planned = planned_call(args, problem, cuda);
+  int64_t longest = 0;
+  for (const int64_t length : lengths) longest = std::max(longest, plan::chunks_of(length));
+  const Choice choice = plan::chosen_form(planned.choice, longest);
+  const float both_us =  // launches of the form that is not chosen, and of ranges
+      choice.fused_chunks > 0 ? plan::kBothForms + plan::kRangeLaunches * static_cast<float>(planned.ranges - 1) : 0.0f;
+  if (choice.fused) planned.range_slots = problem.chunk_slots(), planned.ranges = 1;
 
   const float assumed = policy.threshold / static_cast<float>(plan::kAssumedWarmup);  // where no gates are given
   std::vector<Segment> all;
@@ -147,7 +152,8 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.value_splits = choice.value_splits;
   result.workspace_bytes = static_cast<int64_t>(cuda ? planned.workspace : cpu_workspace(args, problem));
   result.predicted_us =
-      predicting ? static_cast<double>(predict(planned, plan::shape_of(args, problem), all, total_chunks)) : 0.0;
+      predicting ? static_cast<double>(both_us + predict(planned, choice, plan::shape_of(args, problem), all, total_chunks))
+                 : 0.0;
   result.fused = choice.fused;
   result.ranges = static_cast<int32_t>(planned.ranges);
   const bool cut = choice.rule.segment_chunks > 0 && items > problem.num_seqs * problem.num_v_heads;

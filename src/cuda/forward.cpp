@@ -138,6 +138,11 @@ segments::Args plan_args(const Run& r) {
   a.header = r.b.header;
   a.items = r.b.items;
   a.chunk_table = r.b.chunk_table;
+  if (r.plan.counts.both) {
+    a.fused_chunks = r.plan.choice.fused_chunks;
+    a.fused_header = r.b.fused_header;
+    a.fused_items = r.plan.counts.ranges == 1 ? r.b.fused_items : nullptr;  // of ranges: already written, by run_fused_first()
+  }
   return a;
 }
 
@@ -178,6 +183,7 @@ intra::Args intra_args(const Run& r) {
   intra::Args a = cuda::intra_args(args, r.p, r.slots, r.device);
   a.chunk_table = r.b.chunk_table;
   a.plan = plan_args(r);
+  a.asks = r.plan.counts.both;
   a.abar = r.b.saved.abar;
   a.pg = r.b.pg;
   a.vec = r.b.saved.vec;
@@ -201,6 +207,12 @@ gates::Args gates_args(const Run& r) {
   return a;
 }
 
+void make_fused(ForwardParams& f, const Run& r) {
+  f.fused = true;
+  f.vec = r.b.gates;
+  f.scale = float(r.p.scale);
+  f.normalise = r.args.flags & QLA_FLAG_QK_L2NORM;
+}
 ForwardParams forward_params(const Run& r) {
   const qla_gdn_forward_args& args = r.args;
   const Problem& p = r.p;
@@ -233,13 +245,18 @@ ForwardParams forward_params(const Run& r) {
   f.merged = b.states;
   f.carry_in = b.carry[r.parity];
   f.carry_out = b.carry[1 - r.parity];
-  f.fused = r.plan.choice.fused;
-  if (f.fused) {
-    f.vec = b.gates;
-    f.scale = float(p.scale);
-    f.normalise = args.flags & QLA_FLAG_QK_L2NORM;
-  }
+  if (r.plan.choice.fused) make_fused(f, r);
   f.dependent = true;
+  return f;
+}
+// .. of the fused form where the call has both
+ForwardParams fused_params(const ForwardParams& main, const Run& r) {
+  ForwardParams f = main;
+  make_fused(f, r);
+  f.plan = r.b.fused_header;
+  f.items = r.b.fused_items;
+  f.max_items = int32_t(r.p.num_seqs * r.p.num_v_heads);
+  f.v_parts = 1;
   return f;
 }
 // S_ext and M of the segments whose successor is merged
@@ -296,20 +313,20 @@ void export_ungated(const Run& r, const CUtensorMap& map_k) {
 // Whether chunk_intra makes the tables: one launch less for small calls, where launches are what they cost.
 bool plans_inside(const Run& r) {
   const ForwardCounts& counts = r.plan.counts;
-  return !counts.cut && !counts.fused && counts.ranges == 1 && r.p.total_tokens() > 0 &&
+  return !counts.cut && !counts.fused && !counts.both && counts.ranges == 1 && r.p.total_tokens() > 0 &&
          direct_plan(r.p, counts.v_parts, r.device);
 }
 
 // Whether each work item of a fused call has a multiprocessor to itself, which then needs nothing from a kernel before. The gate
 // vectors are made by the item's own CTA before its first chunk: not of long sequences, whose vectors the whole card makes
 // sooner.
-constexpr int64_t kDirectChunks = 40;
 bool direct_fused(const Run& r) {
   return r.plan.choice.fused && r.p.num_seqs > 0 && r.p.total_tokens() > 0 &&
-         r.p.num_seqs * r.p.num_v_heads <= r.device.multiprocessors && r.p.chunk_slots() <= kDirectChunks * r.p.num_seqs;
+         r.p.num_seqs * r.p.num_v_heads <= r.device.multiprocessors && r.p.chunk_slots() <= plan::kDirectChunks * r.p.num_seqs;
 }
 
-// plan -> intra-chunk stage -> (cuts, pre-pass, merges) -> recurrence over one range of chunks
+// plan -> intra-chunk stage -> (cuts, pre-pass, merges) -> recurrence over one range of chunks. With both forms in the call the
+// fused one comes last; the planning kernel has given all items to one of them, and what belongs to the other leaves at once.
 void run_range(const Run& r) {
   const ForwardCounts& counts = r.plan.counts;
   const int multiprocessors = r.device.multiprocessors;
@@ -321,7 +338,7 @@ void run_range(const Run& r) {
   }
   const bool inside = plans_inside(r), early = !inside && cuts_early(r) && !r.plan.choice.fused;
   // Items of an uncut run; where something is cut they are written anew when the gates are known.
-  if (r.plan.choice.fused)
+  if (counts.fused || (counts.both && counts.ranges == 1))
     check_cuda(segments::launch_with_gates(plan_args(r), gates_args(r), multiprocessors, r.stream), "plan_and_gates");
   else if (!inside)
     check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream), "plan_segments");
@@ -364,6 +381,17 @@ void run_range(const Run& r) {
     }
   }
   launch_forward(params, multiprocessors, r.stream);
+  if (counts.both && counts.ranges == 1) launch_forward(fused_params(params, r), multiprocessors, r.stream);
+}
+
+// Both forms, the two kernels in ranges: the fused one over all chunks, or nothing. r: of all slots.
+void run_fused_first(const Run& r) {
+  segments::Args plan = plan_args(r);
+  plan.fused_items = r.b.fused_items;
+  plan.items = nullptr;  // made anew for each range, as is the table
+  plan.chunk_table = nullptr;
+  check_cuda(segments::launch_with_gates(plan, gates_args(r), r.device.multiprocessors, r.stream), "plan_and_gates");
+  launch_forward(fused_params(forward_params(r), r), r.device.multiprocessors, r.stream);
 }
 
 }  // namespace
@@ -406,6 +434,10 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
   const bool saves = present(args.saved);
   Run r{args, p, device, plan, lay_out_forward(args.workspace, p, plan.counts, saves), stream};
   const Saved saved = lay_out_saved(args.saved.data, p);
+  if (plan.counts.both && plan.counts.ranges > 1) {
+    r.slots = p.chunk_slots();
+    run_fused_first(r);
+  }
   for (int64_t range = 0; range < plan.counts.ranges; range++, r.parity ^= 1) {
     r.first_slot = range * plan.counts.range_slots;
     r.slots = std::min(plan.counts.range_slots, p.chunk_slots() - r.first_slot);

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/env.hpp"
 #include "core/tensor_view.hpp"
 #include "cuda/capabilities.hpp"
 #include "cuda/workspace.hpp"
@@ -26,7 +27,8 @@ struct PlanInput {
   plan::Policy policy;
   plan::Capabilities can;
   Problem problem;
-  bool saved = false;  // Abar and the vectors lie in the caller's memory
+  size_t both_bytes = 0;  // both forms in one call up to so much workspace
+  bool saved = false;     // Abar and the vectors lie in the caller's memory
 };
 
 inline PlanInput plan_input(const qla_gdn_forward_args& args, const Problem& p, const plan::DeviceCosts& costs) {
@@ -37,6 +39,8 @@ inline PlanInput plan_input(const qla_gdn_forward_args& args, const Problem& p, 
   in.can = forward_capabilities(args);
   in.problem = p;
   in.saved = present(args.saved);
+  in.both_bytes = forward_workspace_limit();
+  in.can.both = in.can.fused && p.varlen;
   return in;
 }
 
@@ -59,11 +63,12 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
     shape.equal_lengths =
         in.shape.equal_lengths || in.shape.num_seqs > 3;  // of many, one long sequence is unlikely (profiles_of)
     bounds.total_tokens = std::max<int64_t>(0, range_slots - in.shape.num_seqs) * plan::kChunkTokens;
-    can.fused = false;
+    can.fused = can.both = false;
     can.segments = can.segments && cuts;
   }
   const plan::Choice& choice = result.choice = plan::choose(in.costs, shape, in.policy, can);
   counts.fused = choice.fused;
+  counts.both = choice.fused_chunks > 0;
   counts.items = plan::most_items(bounds, choice);
   counts.v_parts = choice.value_splits;
   // Few heads need the pre-pass where warm-up serves the others: then it is short of CTAs, and halves of V finish sooner.
@@ -80,8 +85,35 @@ inline bool may_range(const PlanInput& in) {
   return !in.policy.batch_invariant && in.policy.mode != QLA_CP_FIXED && in.problem.chunk_slots() > kLeastRangeSlots;
 }
 
-inline ForwardPlan whole_plan(const PlanInput& in) { return plan_ranges(in, in.problem.chunk_slots(), true); }
+inline PlanInput one_form(const PlanInput& in) {
+  PlanInput one = in;
+  one.can.both = false;
+  return one;
+}
+// Both forms where the two kernels take the chunks in a few ranges; the fused one, which comes first, takes them all.
+inline constexpr int64_t kMostBothRanges = 4;
+inline ForwardPlan both_in_ranges(const PlanInput& in, const plan::Choice& whole, int64_t ranges) {
+  ForwardPlan result = plan_ranges(in, plan::ceil_div(in.problem.chunk_slots(), ranges), false);
+  result.choice.fused_chunks = whole.fused_chunks;
+  result.choice.reason = whole.reason;
+  result.choice.predicted_us = whole.predicted_us + plan::kRangeLaunches * static_cast<float>(ranges - 1);
+  result.counts.both = true;
+  result.bytes = lay_out_forward(nullptr, in.problem, result.counts, in.saved).bytes;
+  return result;
+}
+inline ForwardPlan whole_plan(const PlanInput& in) {
+  const ForwardPlan whole = plan_ranges(in, in.problem.chunk_slots(), true);
+  if (!whole.counts.both || whole.bytes <= in.both_bytes) return whole;
+  const ForwardPlan one = whole_plan(one_form(in));
+  for (int64_t ranges = 2; ranges <= kMostBothRanges; ++ranges) {
+    const ForwardPlan both = both_in_ranges(in, whole.choice, ranges);
+    if (both.choice.predicted_us >= one.choice.predicted_us) break;
+    if (both.bytes <= in.both_bytes) return both;
+  }
+  return one;
+}
 inline ForwardPlan least_plan(const PlanInput& in, const ForwardPlan& whole) {
+  if (whole.counts.both) return least_plan(one_form(in), whole_plan(one_form(in)));
   if (!may_range(in)) return whole;
   const ForwardPlan least = plan_ranges(in, kLeastRangeSlots, false);
   return least.bytes < whole.bytes ? least : whole;
@@ -89,7 +121,9 @@ inline ForwardPlan least_plan(const PlanInput& in, const ForwardPlan& whole) {
 
 // The fewest ranges whose buffers fit, about equally long; where none do, the least plan.
 inline ForwardPlan fitting_plan(const PlanInput& in, const ForwardPlan& whole, size_t bytes) {
-  if (whole.bytes <= bytes || !may_range(in)) return whole;
+  if (whole.bytes <= bytes) return whole;
+  if (whole.counts.both) return fitting_plan(one_form(in), whole_plan(one_form(in)), bytes);
+  if (!may_range(in)) return whole;
   const int64_t all = in.problem.chunk_slots();
   const int64_t a_slot = in.problem.num_v_heads * (kTileBytes + (in.saved ? 0 : kTileBytes + int64_t{kVecFloats} * 4));
   const int64_t first = std::max<int64_t>(2, all * a_slot / std::max<int64_t>(1, static_cast<int64_t>(bytes)));

@@ -1,6 +1,7 @@
 // Device memory of one call: what forward keeps for backward, and the workspace. One function each, for the query and the run.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/problem.hpp"
@@ -34,7 +35,9 @@ struct ForwardBuffers {
   WorkItem* items;
   ChunkRecord* chunk_table;
   uint8_t* pg;
-  float* gates;  // the fused form's vectors, by slot and value head
+  float* gates;              // the fused form's vectors, by slot and value head
+  PlanHeader* fused_header;  // of the fused form, where a call has both
+  WorkItem* fused_items;
   // context parallelism
   float* decay;  // [slot][HV]: what cuts look at; where they run early and forward saves, not what is saved
   PlanHeader* pre_header;
@@ -52,6 +55,7 @@ struct ForwardCounts {
   int64_t items = 0;                    // bound on the work items of the main pass, in one range; the other counts, too
   int64_t v_parts = 1, pre_v_parts = 1;
   bool cut = false, fused = false;
+  bool both = false;       // both forms: items and v_parts are the two kernels'
   int64_t units = 0;       // bound on segments over all value heads
   int64_t end_states = 0;  // bound on merged boundaries
 };
@@ -66,7 +70,14 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
     b.bytes = layout.bytes();
     return b;
   }
-  b.pg = layout.take<uint8_t>(n.range_slots * p.num_v_heads * kTileBytes);
+  const int64_t pg_bytes = n.range_slots * p.num_v_heads * kTileBytes,
+                gate_bytes = n.both ? p.chunk_slots() * p.num_v_heads * kFusedVecFloats * int64_t{sizeof(float)} : 0;
+  b.pg = layout.take<uint8_t>(std::max(pg_bytes, gate_bytes));
+  if (n.both) {
+    b.fused_header = layout.take<PlanHeader>(1);
+    b.fused_items = layout.take<WorkItem>(p.num_seqs * p.num_v_heads);
+    b.gates = reinterpret_cast<float*>(b.pg);  // one of them is written, the chosen form's
+  }
   if (n.cut) {
     if (saved_given) b.decay = layout.take<float>(n.range_slots * p.num_v_heads);
     b.pre_header = layout.take<PlanHeader>(1);

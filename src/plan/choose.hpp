@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "plan/costs.hpp"
+#include "plan/forms.hpp"
 #include "plan/model.hpp"
 #include "plan/policy.hpp"
 
@@ -17,9 +18,21 @@ inline constexpr int64_t kItemsPerSm = 4;               // no more segments than
 
 struct Capabilities {  // what the device's kernels can do
   bool fused = true, v_split = true, segments = true;
+  bool both = false;  // fused and two kernels in one call, the planning kernel gives all items to one of them
 };
 
-enum class Reason : int32_t { Off, Fixed, Repeated, Invariant, CardFull, NothingToCut, ValueSplit, Segments, SegmentsAndSplit };
+enum class Reason : int32_t {
+  Off,
+  Fixed,
+  Repeated,
+  Invariant,
+  CardFull,
+  NothingToCut,
+  ValueSplit,
+  Segments,
+  SegmentsAndSplit,
+  BothForms
+};
 
 inline const char* reason_text(Reason reason) {
   switch (reason) {
@@ -41,6 +54,8 @@ inline const char* reason_text(Reason reason) {
       return "few heads: sequences are cut into segments";
     case Reason::SegmentsAndSplit:
       return "few heads: sequences are cut into segments, V into halves";
+    case Reason::BothForms:
+      return "fused for about equal lengths, two halves of V for a long one: seen on the device";
   }
   return "";
 }
@@ -49,9 +64,17 @@ struct Choice {
   CutRule rule;
   int32_t value_splits = 1;  // 1 or 2 items a segment and head
   bool fused = false;
+  // 0: one form. Else both are in the call: fused for a packing whose longest sequence has at most so many chunks, and two
+  // kernels with value_splits (2) else (forms.hpp).
+  int64_t fused_chunks = 0;
   float predicted_us = 0;  // of the supposed lengths and gates
   Reason reason = Reason::NothingToCut;
 };
+
+// A packing of this many sequences may be given both forms; more even out. Where they have at most so many chunks each, one
+// direct launch of the fused form needs nothing before it.
+inline constexpr int64_t kLeastBothSeqs = 2, kMostBothSeqs = 3;
+inline constexpr int64_t kDirectChunks = 40;
 
 // Dense calls have equal sequences. A packing's lengths are unknown: equal, or one long sequence and short ones; with two or
 // three sequences the second is half as likely (a wrong guess at equal ones costs more: decision 0056), more even out.
@@ -121,6 +144,29 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     }
   }
 
+  // Both forms, uncut: each profile by its better one, at the price of the launches that find nothing.
+  int64_t fused_chunks = 0;
+  const Candidate fused{0, 1, true}, halves{0, 2, false};
+  if (can.both && can.fused && can.v_split && given == 0 && policy.mode != QLA_CP_FIXED && !policy.batch_invariant &&
+      !shape.backward && !shape.equal_lengths && shape.num_seqs >= kLeastBothSeqs && shape.num_seqs <= kMostBothSeqs &&
+      total > kDirectChunks * shape.num_seqs) {
+    float us = kBothForms;
+    for (int32_t i = 0; i < profiles.count; ++i) {
+      const Profile& profile = profiles.all[i];
+      us += profile.weight *
+            std::min(estimate(costs, shape, policy, profile, fused), estimate(costs, shape, policy, profile, halves));
+    }
+    if (us < best_us) {
+      const int64_t step = ceil_div(total, 64), others = shape.num_seqs - 1;
+      for (int64_t ends = profiles.all[0].kinds[0].chunks; ends < total; ends += step) {
+        const Profile one_longer{{{1, ends}, {others, ceil_div(total - ends, others)}}, 2, 1.0f};
+        if (estimate(costs, shape, policy, one_longer, halves) < estimate(costs, shape, policy, one_longer, fused)) break;
+        fused_chunks = ends;
+      }
+      if (fused_chunks > 0) best = halves, best_us = us;
+    }
+  }
+
   // .. up to which length: that of equal sequences, then longer and longer ones beside shorter ones
   if (repeats) best.uncut_chunks = policy.uncut_chunks;
   for (int64_t i = 0, ends = profiles.all[0].kinds[0].chunks; free_choice && i < 16 && ends < total;
@@ -134,8 +180,9 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   Choice choice;
   choice.value_splits = best.splits;
   choice.fused = best.fused;
+  choice.fused_chunks = fused_chunks;
   choice.predicted_us = best_us;
-  if (policy.mode == QLA_CP_OFF)
+  if (policy.mode == QLA_CP_OFF && fused_chunks == 0)
     choice.reason = Reason::Off;
   else if (cuts && policy.mode == QLA_CP_FIXED)
     choice.reason = Reason::Fixed;
@@ -143,6 +190,8 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     choice.reason = Reason::Repeated;
   else if (cuts && policy.batch_invariant)
     choice.reason = Reason::Invariant;
+  else if (fused_chunks > 0)
+    choice.reason = Reason::BothForms;
   else if (best.segment_chunks > 0)
     choice.reason = best.splits == 2 ? Reason::SegmentsAndSplit : Reason::Segments;
   else if (best.splits == 2)
@@ -153,6 +202,12 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   choice.rule.uncut_chunks = best.uncut_chunks;
   // All segments run at once, so the longest walk counts: what more warm-up would cost here, a merge costs less.
   choice.rule.max_warmup_chunks = std::max<int64_t>(kAssumedWarmup, best.segment_chunks / 2);
+  return choice;
+}
+
+// What a packing with a longest sequence of so many chunks runs by.
+inline Choice chosen_form(Choice choice, int64_t longest_chunks) {
+  if (choice.fused_chunks > 0 && takes_fused(longest_chunks, choice.fused_chunks)) choice.fused = true, choice.value_splits = 1;
   return choice;
 }
 

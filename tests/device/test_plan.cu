@@ -6,9 +6,11 @@
 #include <set>
 #include <tuple>
 
+#include "cuda/kernels/chunk_gates/config.hpp"
 #include "cuda/kernels/plan_segments/cut.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "device/harness.hpp"
+#include "plan/forms.hpp"
 #include "plan/ranges.hpp"
 #include "qla/qla.h"
 
@@ -34,6 +36,8 @@ struct Problem {
   std::vector<uint8_t> has_initial;
   qla::plan::CutRule rule;
   std::vector<float> decay;                 // [slot][heads]
+  bool fused_alone = false;                 // with fused_chunks: neither the other list nor the chunk table
+  int64_t fused_chunks = 0;                 // both forms: a second list for all of V
   int64_t first_slot = 0, range_slots = 0;  // a range of chunks (plan/ranges.hpp); 0: all
   int64_t all_slots() const { return tokens / 64 + int64_t(cu.size()) - 1; }
   int64_t slots() const { return range_slots ? std::min(range_slots, all_slots() - first_slot) : all_slots(); }
@@ -43,6 +47,17 @@ struct Problem {
 int64_t most_states(const Problem& p) {
   return p.rule.segment_chunks ? (p.tokens / 64 + p.seqs()) / p.rule.segment_chunks * p.heads : 0;
 }
+
+// What the host says of the boundaries as the kernel clamps them.
+int64_t longest_chunks(const Problem& p) {
+  int64_t longest = 0;
+  for (size_t n = 0; n + 1 < p.cu.size(); n++) {
+    const int64_t bos = std::clamp<int64_t>(p.cu[n], 0, p.tokens), eos = std::clamp<int64_t>(p.cu[n + 1], 0, p.tokens);
+    longest = std::max(longest, (eos - bos + 63) / 64);
+  }
+  return longest;
+}
+bool takes_fused(const Problem& p) { return p.fused_chunks && qla::plan::takes_fused(longest_chunks(p), p.fused_chunks); }
 
 Tables run(const Problem& p, const std::string& name) {
   const int64_t segments = qla::plan::most_segments(p.tokens, p.seqs(), p.rule), items = segments * p.heads * p.v_parts;
@@ -58,6 +73,12 @@ Tables run(const Problem& p, const std::string& name) {
   Device<MergeChain> chains(p.seqs() * p.heads);
   Device<uint8_t> transitions(std::max<int64_t>(1, states));
   Device<uint8_t> units(segments * p.heads * segments::kUnitBytes);
+  Device<PlanHeader> fused_header(1);
+  Device<WorkItem> fused_items(size_t(p.seqs() * p.heads));
+  // beside the plan in the launch of a call with both forms
+  constexpr int kRecord = kFusedVecFloats;
+  const size_t gates = size_t(p.tokens * p.heads), records = p.fused_chunks ? size_t(p.slots() * p.heads * kRecord) : 1;
+  Device<float> gate(std::vector<float>(p.fused_chunks ? gates : 1, -0.5f)), vec(records);
   segments::Args a{};
   a.cu_seqlens = p.wide ? static_cast<const void*>(cu64.get()) : cu32.get();
   a.index_dtype = p.wide ? QLA_INT64 : QLA_INT32;
@@ -73,7 +94,26 @@ Tables run(const Problem& p, const std::string& name) {
   a.header = header.get();
   a.items = main_items.get();
   a.chunk_table = chunks.get();
-  cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
+  if (p.fused_chunks) {
+    a.fused_chunks = p.fused_chunks;
+    a.fused_header = fused_header.get();
+    a.fused_items = fused_items.get();
+    if (p.range_slots) a.fused_items = nullptr;  // ranges: the two kernels' launches; the fused form has had its own
+    if (p.fused_alone) a.items = nullptr, a.chunk_table = nullptr;
+    gates::Args g{};
+    g.tokens = p.tokens;
+    g.varlen = 1;
+    g.num_v_heads = p.heads;
+    g.scale = 1.f;
+    g.g = g.beta = {gate.get(), {p.tokens * p.heads, p.heads, 1}, QLA_FLOAT32};
+    g.vec = vec.get();
+    if (p.range_slots)
+      cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
+    else
+      cuda_ok(segments::launch_with_gates(a, g, multiprocessors(), nullptr), "plan_and_gates");
+  } else {
+    cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
+  }
   if (p.rule.segment_chunks) {
     segments::CutArgs c{};
     c.plan = a;
@@ -94,10 +134,30 @@ Tables run(const Problem& p, const std::string& name) {
   }
   cuda_ok(cudaDeviceSynchronize(), name.c_str());
   check(header.guards_intact() && pre_header.guards_intact() && main_items.guards_intact() && pre_items.guards_intact() &&
-            chunks.guards_intact() && chains.guards_intact() && transitions.guards_intact() && units.guards_intact(),
+            chunks.guards_intact() && chains.guards_intact() && transitions.guards_intact() && units.guards_intact() &&
+            fused_header.guards_intact() && fused_items.guards_intact() && vec.guards_intact(),
         name + ": writes stay inside");
   Tables t{chunks.download(),      main_items.download(), pre_items.download(),    chains.download(),
            transitions.download(), header.download()[0],  pre_header.download()[0]};
+  if (p.fused_chunks) {  // one form has everything, the other nothing to do, not even padding
+    const bool fused = takes_fused(p);
+    const PlanHeader second = fused_header.download()[0], &chosen = fused ? second : t.header, &other = fused ? t.header : second;
+    check(other.num_items == 0 && other.next_item == 0 && other.end_token == p.tokens, name + ": the other form has no items");
+    if (fused ? p.range_slots > 0 : p.fused_alone)
+      check(chosen.num_items == 0, name + ": no list, no items");
+    else if (p.range_slots == 0)
+      check(chosen.num_items == p.seqs() * p.heads * (fused ? 1 : p.v_parts), name + ": the chosen form has all items");
+    const std::vector<float> vectors = vec.download();
+    bool as_chosen = true;
+    for (int64_t s = 0; s < p.slots(); s++)
+      for (int h = 0; h < p.heads; h++) {
+        const bool written = vectors[size_t((s * p.heads + h) * kRecord)] == vectors[size_t((s * p.heads + h) * kRecord)];
+        as_chosen &= written == (fused && t.chunks[size_t(s)].rows > 0);
+      }
+    if (p.range_slots == 0 && !p.fused_alone) check(as_chosen, name + ": gate vectors where the fused form takes them");
+    if (fused) t.items = fused_items.download();
+    if (fused) t.header = second;
+  }
   check(t.header.num_items >= 0 && t.header.num_items <= items, name + ": number of items");
   t.items.resize(size_t(std::clamp<int64_t>(t.header.num_items, 0, items)));
   if (!p.rule.segment_chunks) {
@@ -127,6 +187,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
   int entry = 0;
   bool bases = true;
   std::vector<int64_t> chunk_base(p.seqs() + 1, 0), checkpoint_base(p.seqs() + 1, 0);
+  const int v_parts = takes_fused(p) ? 1 : p.v_parts;
   for (int64_t n = 0; n < p.seqs(); n++) {
     const int64_t bos = p.cu[n], eos = p.cu[n + 1], chunks = (eos - bos + 63) / 64, slot = bos / 64 + n;
     chunk_base[n + 1] = chunk_base[n] + chunks;
@@ -155,7 +216,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
             i.start = start;
             i.start_index = s.start == QLA_START_MERGED ? previous : 0;
             i.is_last = !s.is_end ? 0 : part.goes_on ? kCarry : kFinalState;
-            for (i.v_part = 0; i.v_part < p.v_parts; i.v_part++) want.insert(key(i, true));
+            for (i.v_part = 0; i.v_part < v_parts; i.v_part++) want.insert(key(i, true));
             if (!s.needs_end_state) return;
             i.is_last = 0;
             i.start = s.start == QLA_START_MERGED ? QLA_START_ZERO : start;
@@ -279,6 +340,49 @@ int main(int argc, char** argv) {
       const std::string range = name + ", range from " + std::to_string(p.first_slot);
       compare(p, run(p, range), range);
     }
+  }
+  for (int round = 0; round < (quick ? 6 : 40); round++) {  // both forms: lengths about the crossing, and exactly there
+    std::vector<int64_t> lens(size_t(pick(2, 3)));
+    for (auto& l : lens) l = pick(0, 5) == 0 ? 0 : pick(1, 6000);
+    Problem p = boundaries(lens, pick(0, 1) * pick(0, 300));
+    p.heads = int(pick(1, 70));
+    p.v_parts = 2;
+    p.wide = pick(0, 1);
+    p.initial = pick(0, 1);
+    p.fused_chunks = std::max<int64_t>(1, round % 4 == 0   ? longest_chunks(p)
+                                          : round % 4 == 1 ? longest_chunks(p) - 1
+                                                           : pick(1, 100));
+    const std::string name = "both forms " + std::to_string(round) + (takes_fused(p) ? ", fused" : ", two kernels");
+    const Tables whole = run(p, name);
+    compare(p, whole, name);
+    const bool fused = takes_fused(p);
+    p.fused_alone = true;
+    std::multiset<Key> got, want;
+    for (const WorkItem& i : run(p, name + ", alone").items) got.insert(key(i, true));
+    for (const WorkItem& i : whole.items)
+      if (fused) want.insert(key(i, true));
+    check(got == want, name + ": the fused form's list alone");
+    p.fused_alone = false;
+    p.range_slots = (p.all_slots() + 1) / 2;
+    for (p.first_slot = 0; p.first_slot < p.all_slots(); p.first_slot += p.range_slots) {
+      const std::string range = name + ", range from " + std::to_string(p.first_slot);
+      const Tables t = run(p, range);
+      if (fused)
+        check(t.items.empty(), range + ": nothing");
+      else
+        compare(p, t, range);
+    }
+  }
+  for (int round = 0; round < (quick ? 2 : 10); round++) {
+    Problem p;
+    p.tokens = pick(1, 3000);
+    for (int64_t i = 0; i <= 2; i++) p.cu.push_back(pick(0, 1) ? pick(-5000, 8000) : pick(0, p.tokens));
+    p.cu[size_t(pick(0, 2))] = INT32_MAX;
+    p.heads = 3;
+    p.v_parts = 2;
+    p.fused_chunks = pick(1, 40);
+    const std::string name = "both forms, bad boundaries " + std::to_string(round);
+    inside(p, run(p, name), name);
   }
   if (!quick) {  // one very long sequence, and very many
     Problem p = boundaries({1048576 - 7}, 7);

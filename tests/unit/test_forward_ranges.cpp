@@ -104,5 +104,63 @@ TEST(ForwardPlan, CutsOfAFixedPlaceForbidRanges) {
   EXPECT_EQ(cuda::fitting_plan(in, whole, 1).counts.ranges, 1);
 }
 
+// Both forms in one call need what the two kernels need, and a second list; where that is too much it is one form again.
+TEST(ForwardPlan, BothFormsWithinTheLimit) {
+  const auto input = [](int64_t tokens, int64_t heads) {
+    cuda::PlanInput in = input_of(tokens, 2, 16, heads);
+    in.can.fused = in.can.both = true;
+    in.both_bytes = size_t{256} << 20;
+    return in;
+  };
+  const cuda::PlanInput in = input(16384, 48);
+  const cuda::ForwardPlan whole = cuda::whole_plan(in), one = cuda::whole_plan(cuda::one_form(in));
+  ASSERT_TRUE(whole.counts.both);
+  EXPECT_FALSE(whole.counts.fused || whole.counts.cut);
+  EXPECT_EQ(whole.counts.ranges, 1);
+  EXPECT_EQ(whole.counts.items, 2 * 48 * 2);
+  EXPECT_TRUE(one.counts.fused);
+  EXPECT_FALSE(one.counts.both);
+  // the lists and the buffers lie side by side; gate vectors of the fused form in Pg's place
+  std::vector<char> memory(1);
+  char* const base = memory.data();
+  const cuda::ForwardBuffers b = cuda::lay_out_forward(base, in.problem, whole.counts, false);
+  EXPECT_EQ(b.bytes, whole.bytes);
+  const auto at = [&](const void* p) { return static_cast<const char*>(p) - base; };
+  EXPECT_GE(at(b.fused_items), at(b.fused_header) + int64_t(sizeof(cuda::PlanHeader)));
+  EXPECT_GE(at(b.fused_header), at(b.pg) + in.problem.chunk_slots() * 48 * cuda::kTileBytes);
+  EXPECT_GE(at(b.saved.abar), at(b.fused_items) + 2 * 48 * int64_t(sizeof(cuda::WorkItem)));
+  EXPECT_EQ(at(b.gates), at(b.pg));
+  // the least and whatever lies between are one form's
+  EXPECT_EQ(cuda::least_plan(in, whole).bytes, cuda::least_plan(cuda::one_form(in), one).bytes);
+  EXPECT_TRUE(cuda::fitting_plan(in, whole, whole.bytes).counts.both);
+  const cuda::ForwardPlan less = cuda::fitting_plan(in, whole, whole.bytes - 1);
+  EXPECT_TRUE(less.counts.fused);
+  EXPECT_LE(less.bytes, whole.bytes - 1);
+  EXPECT_LE(cuda::fitting_plan(in, whole, one.bytes - 1).bytes, one.bytes - 1);
+  // 303 and 404 MiB: the two kernels in two ranges, room for the gate vectors of all chunks
+  for (const int64_t heads : {48, 64}) {
+    SCOPED_TRACE(heads);
+    const cuda::PlanInput large = input(32768, heads);
+    const cuda::ForwardPlan both = cuda::whole_plan(large);
+    ASSERT_TRUE(both.counts.both);
+    EXPECT_EQ(both.counts.ranges, 2);
+    EXPECT_LE(both.bytes, large.both_bytes);
+    EXPECT_EQ(both.choice.value_splits, 2);
+    EXPECT_FALSE(both.counts.cut || both.counts.fused);
+    const cuda::ForwardBuffers buffers = cuda::lay_out_forward(base, large.problem, both.counts, false);
+    EXPECT_EQ(buffers.bytes, both.bytes);
+    EXPECT_GE(at(buffers.fused_header), at(buffers.gates) + large.problem.chunk_slots() * heads * cuda::kFusedVecFloats * 4);
+    EXPECT_TRUE(cuda::fitting_plan(large, both, both.bytes).counts.both);
+    EXPECT_TRUE(cuda::fitting_plan(large, both, both.bytes - 1).counts.fused);
+    EXPECT_LT(cuda::least_plan(large, both).bytes, cuda::whole_plan(cuda::one_form(large)).bytes);
+    cuda::PlanInput roomy = large;
+    roomy.both_bytes = size_t{512} << 20;
+    EXPECT_TRUE(cuda::whole_plan(roomy).counts.both);
+    EXPECT_EQ(cuda::whole_plan(roomy).counts.ranges, 1);
+  }
+  // longer ones would take too many ranges
+  for (const int64_t tokens : {131072, 1 << 20}) EXPECT_FALSE(cuda::whole_plan(input(tokens, 48)).counts.both) << tokens;
+}
+
 }  // namespace
 }  // namespace qla

@@ -157,6 +157,70 @@ TEST(Choose, APackingIsCutForALongSequenceAlone) {
   EXPECT_TRUE(choose(kH200, packing(16, 32), policy, Capabilities{}).rule.cuts(kInvariantSegmentChunks + 1));
 }
 
+Shape packing_of(int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads) {
+  Shape shape = shape_of_row(tokens, seqs, k_heads, v_heads);
+  shape.equal_lengths = false;
+  return shape;
+}
+constexpr Capabilities kBoth{.fused = true, .v_split = true, .segments = true, .both = true};
+
+// Equal sequences want the fused form, one long one halves of V: both are in the call, and the lengths decide.
+TEST(Choose, BothFormsForTwoSequencesOfManyHeads) {
+  for (const int64_t heads : {48, 64})
+    for (const int64_t tokens : {8192, 16384, 32768}) {
+      SCOPED_TRACE(std::to_string(tokens) + " tokens, " + std::to_string(heads) + " heads");
+      const Shape shape = packing_of(tokens, 2, 16, heads);
+      const int64_t total = shape.total_chunks();
+      const Choice choice = choose(kH200, shape, Policy{}, kBoth), one = choose(kH200, shape, Policy{}, Capabilities{});
+      ASSERT_GT(choice.fused_chunks, 0);
+      EXPECT_EQ(choice.reason, Reason::BothForms);
+      EXPECT_FALSE(choice.fused);
+      EXPECT_EQ(choice.value_splits, 2);
+      EXPECT_EQ(choice.rule.segment_chunks, 0);
+      EXPECT_LT(choice.predicted_us, one.predicted_us);
+      EXPECT_EQ(most_items(shape, choice), 2 * 2 * heads);
+      EXPECT_TRUE(chosen_form(choice, total / 2).fused);
+      EXPECT_EQ(chosen_form(choice, total / 2).value_splits, 1);
+      // the uneven rows of the grid: 3/4 and 7/8 of the tokens
+      for (const int64_t longest : {total * 3 / 4, total * 7 / 8, total}) {
+        EXPECT_FALSE(chosen_form(choice, longest).fused) << longest;
+        EXPECT_EQ(chosen_form(choice, longest).value_splits, 2) << longest;
+      }
+      EXPECT_FALSE(chosen_form(one, total).fused != one.fused);  // one form stays what it is
+    }
+}
+
+TEST(Choose, BothFormsOnlyWhereAsked) {
+  const Shape shape = packing_of(16384, 2, 16, 48);
+  EXPECT_EQ(choose(kH200, shape, Policy{}, Capabilities{}).fused_chunks, 0);
+  for (Capabilities can : {Capabilities{false, true, true, true}, Capabilities{true, false, true, true}})
+    EXPECT_EQ(choose(kH200, shape, Policy{}, can).fused_chunks, 0);
+  Policy policy;
+  policy.batch_invariant = true;
+  EXPECT_EQ(choose(kH200, shape, policy, kBoth).fused_chunks, 0);
+  policy.batch_invariant = false, policy.mode = QLA_CP_FIXED, policy.fixed_chunks = 64;
+  EXPECT_EQ(choose(kH200, shape, policy, kBoth).fused_chunks, 0);
+  Shape other = shape;
+  other.equal_lengths = true;
+  EXPECT_EQ(choose(kH200, other, Policy{}, kBoth).fused_chunks, 0);
+  other = shape, other.backward = true;
+  EXPECT_EQ(choose(kH200, other, Policy{}, kBoth).fused_chunks, 0);
+  for (const int64_t seqs : {1, 4, 8, 100})
+    EXPECT_EQ(choose(kH200, packing_of(16384, seqs, 16, 48), Policy{}, kBoth).fused_chunks, 0);
+  // short ones run as one direct launch
+  EXPECT_EQ(choose(kH200, packing_of(2 * kDirectChunks * kChunkTokens, 2, 16, 48), Policy{}, kBoth).fused_chunks, 0);
+  // all else is as without
+  for (const int64_t heads : {1, 8, 16, 24, 32, 48, 64})
+    for (const int64_t seqs : {1, 2, 3, 4})
+      for (const int64_t tokens : {64, 2048, 8192, 32768}) {
+        const Shape row = packing_of(tokens, seqs, heads >= 16 ? 16 : 1, heads);
+        const Choice with = choose(kH200, row, Policy{}, kBoth), without = choose(kH200, row, Policy{}, Capabilities{});
+        if (with.fused_chunks > 0) continue;
+        EXPECT_EQ(text(with), text(without));
+        EXPECT_EQ(with.rule.uncut_chunks, without.rule.uncut_chunks);
+      }
+}
+
 // Items by groups is items one by one.
 TEST(Choose, QueueIsTheLongestFirst) {
   std::mt19937 random(3);
@@ -277,8 +341,11 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
     policy.mode = static_cast<int32_t>(pick(0, 3));
     policy.fixed_chunks = pick(1, 9);
     policy.batch_invariant = pick(0, 3) == 0;
-    const Capabilities can{pick(0, 1) == 1, pick(0, 1) == 1, pick(0, 7) != 0};
-    Choice choice = choose(kH200, shape, policy, can);
+    const Capabilities can{pick(0, 1) == 1, pick(0, 1) == 1, pick(0, 7) != 0, pick(0, 1) == 1};
+    const Choice planned = choose(kH200, shape, policy, can);
+    int64_t longest = 0;
+    for (const int64_t len : lens) longest = std::max(longest, chunks_of(len));
+    const Choice choice = chosen_form(planned, longest);
     ASSERT_GT(choice.predicted_us, 0.0f);
     const float gate = pick(0, 1) ? 0.0f : -0.5f * static_cast<float>(pick(0, 30));
     if (choice.fused) {
@@ -298,6 +365,7 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
     items *= shape.num_v_heads * choice.value_splits;
     end_states *= shape.num_v_heads;
     ASSERT_LE(items, most_items(shape, choice));
+    ASSERT_LE(items, most_items(shape, planned));
     ASSERT_LE(end_states, most_end_states(shape, choice));
     tightest_items = std::min(tightest_items, most_items(shape, choice) - items);
     if (end_states) tightest_states = std::min(tightest_states, most_end_states(shape, choice) - end_states);

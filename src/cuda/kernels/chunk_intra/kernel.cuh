@@ -394,6 +394,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   ptx::proxy_fence();
   ptx::grid_dependency_launch();
   if (!a.early) ptx::grid_dependency_wait();
+  if (a.asks && a.plan.header->num_items == 0) return;
   int first_token = 0, end_token = int(a.tokens);
   if (a.direct) single_sequence(a, first_token, end_token);
   __syncthreads();

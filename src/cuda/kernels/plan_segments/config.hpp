@@ -19,8 +19,14 @@ struct Args {
   int32_t num_v_heads, v_parts;
   int32_t checkpoint_every_chunks;  // 0: no checkpoints
   PlanHeader* header;
-  WorkItem* items;  // up to num_seqs * num_v_heads * v_parts of them; nullptr: only the chunk table and the header
-  ChunkRecord* chunk_table;
+  WorkItem* items;           // up to num_seqs * num_v_heads * v_parts of them; nullptr: only the chunk table and the header
+  ChunkRecord* chunk_table;  // nullptr: not written
+  // Both forms in one call: up to so many chunks of the longest sequence all items go to the fused form's list (all of V), else
+  // to the list above; the other header gets none. A list
+  // that is nullptr gets none either. 0: one form.
+  int64_t fused_chunks;
+  PlanHeader* fused_header;
+  WorkItem* fused_items;
 };
 
 inline constexpr int kThreads = 512;

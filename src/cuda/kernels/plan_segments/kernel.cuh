@@ -12,6 +12,7 @@
 #include "cuda/kernels/plan_segments/boundaries.cuh"
 #include "cuda/kernels/plan_segments/config.hpp"
 #include "cuda/ptx/control.cuh"
+#include "plan/forms.hpp"
 #include "plan/ranges.hpp"
 
 namespace qla::cuda::segments {
@@ -27,6 +28,19 @@ __device__ __forceinline__ int length_bucket(int32_t chunks) {
   const int octave = 31 - __clz(chunks), quarter = octave >= 2 ? chunks >> (octave - 2) & 3 : chunks << (2 - octave) & 3;
   return kBuckets - 2 - (4 * octave + quarter);
 }
+
+// Whether a call with both forms takes the fused one; it has few sequences, and every thread looks at all of them.
+__device__ __forceinline__ bool takes_fused(const Args& a) {
+  if (a.fused_chunks == 0) return false;
+  int32_t longest = 0;
+  for (int64_t n = 0; n < a.num_seqs; n++) longest = max(longest, span_of(a, n).chunks());
+  return qla::plan::takes_fused(longest, a.fused_chunks);
+}
+// Where the work items go.
+struct Lists {
+  WorkItem* items;
+  int32_t v_parts;
+};
 
 struct Shared {
   int64_t boundaries[kCachedSeqs + 1];
@@ -80,7 +94,7 @@ __device__ __forceinline__ int64_t block_inclusive_sum(int64_t x, int64_t* scan)
   return x;
 }
 
-__device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t first, int64_t last) {
+__device__ __forceinline__ void write_items(const Args& a, const Lists& to, Shared& s, int64_t first, int64_t last) {
   // all lengths: how many lie in each bucket, and in front of this CTA's own
   for (int i = threadIdx.x; i < kBuckets; i += kThreads) s.before[i] = s.total[i] = 0;
   if (threadIdx.x == 0) s.chunks_before = s.checkpoints_before = 0;
@@ -114,7 +128,7 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
   __syncthreads();
 
   int64_t chunk_base = int64_t(s.chunks_before), checkpoint_base = int64_t(s.checkpoints_before);
-  const int per_seq = a.num_v_heads * a.v_parts;
+  const int per_seq = a.num_v_heads * to.v_parts;
   for (int64_t from = first; from < last; from += kThreads) {
     const int64_t n = from + threadIdx.x;
     Span span{0, 0};
@@ -154,11 +168,11 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
       const int64_t at = int64_t(__shfl_sync(~0u, place, source)) * per_seq;
       if (at < 0) continue;  // nothing of it in the range
       for (int i = lane; i < per_seq; i += 32) {
-        out.v_head = i / a.v_parts;
-        out.v_part = i % a.v_parts;
-        int4* to = reinterpret_cast<int4*>(a.items + at + i);
+        out.v_head = i / to.v_parts;
+        out.v_part = i % to.v_parts;
+        int4* place_of = reinterpret_cast<int4*>(to.items + at + i);
 #pragma unroll
-        for (int w = 0; w < 4; w++) to[w] = reinterpret_cast<const int4*>(&out)[w];
+        for (int w = 0; w < 4; w++) place_of[w] = reinterpret_cast<const int4*>(&out)[w];
       }
     }
     if (from + kThreads < last) {  // the CTA's sums so far
@@ -179,11 +193,13 @@ __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int 
   if (cached)
     for (int n = threadIdx.x; n <= a.num_seqs; n += kThreads) s.boundaries[n] = boundary(a, n);
   __syncthreads();
-  write_chunks(a, s, cached, cta, ctas);
-  if (a.items) {
+  if (a.chunk_table) write_chunks(a, s, cached, cta, ctas);
+  const bool fused = takes_fused(a);
+  const Lists to = fused ? Lists{a.fused_items, 1} : Lists{a.items, a.v_parts};
+  if (to.items) {
     const int64_t each = (a.num_seqs + ctas - 1) / ctas, first = int64_t(cta) * each;
     const int64_t last = first + each < a.num_seqs ? first + each : a.num_seqs;
-    if (first < last) write_items(a, s, first, last);
+    if (first < last) write_items(a, to, s, first, last);
   }
   if (cta != 0) return;
   if (a.cu_seqlens)
@@ -194,14 +210,19 @@ __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int 
   __syncthreads();
   if (threadIdx.x == 0) {
     PlanHeader header{};
-    header.num_items = a.items && a.num_seqs > 0 ? int32_t(s.present * a.num_v_heads * a.v_parts) : 0;
+    header.num_items = to.items && a.num_seqs > 0 ? int32_t(s.present * a.num_v_heads * to.v_parts) : 0;
     header.valid_tokens = !s.invalid;
     // padding belongs to the last range
     const int64_t tokens = a.cu_seqlens ? a.tokens : a.num_seqs * a.tokens;
     header.end_token = a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs ? tokens
                        : a.num_seqs > 0                                           ? boundary(a, a.num_seqs)
                                                                                   : 0;
-    *a.header = header;
+    *(fused ? a.fused_header : a.header) = header;
+    if (a.fused_chunks) {  // to the other form neither items nor padding
+      header.num_items = 0;
+      header.end_token = tokens;
+      *(fused ? a.header : a.fused_header) = header;
+    }
   }
 }
 
@@ -222,6 +243,7 @@ __global__ void __launch_bounds__(kThreads)
   if (int(blockIdx.x) < plan_ctas) {
     plan_cta(a, s.plan, int(blockIdx.x), plan_ctas);
   } else {
+    if (a.fused_chunks && !takes_fused(a)) return;
     const int unit = int(blockIdx.x) - plan_ctas, slot = unit / g.parts;
     const ChunkRecord record = find_chunk(a, slot, [&](int64_t n) { return boundary(a, n); });
     gates::write_vectors(g, s.gates, record, slot, unit - slot * g.parts);
