@@ -124,8 +124,10 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
     int64_t base = 0, token = 0;  // chunks and tokens of all earlier sequences
     for (int64_t n = 0; n < problem.num_seqs; ++n) {
       const int64_t chunks = plan::chunks_of(lengths[static_cast<size_t>(n)]);
-      const plan::Run run =
-          plan::run_in_range(token / kChunk + n, static_cast<int32_t>(chunks), range * planned.range_slots, planned.range_slots);
+      const plan::Run run = choice.fused_chunks > 0 && planned.ranges > 1
+                                ? plan::part_of_sequence(static_cast<int32_t>(chunks), static_cast<int32_t>(range), static_cast<int32_t>(planned.ranges))
+                                : plan::run_in_range(token / kChunk + n, static_cast<int32_t>(chunks),
+                                                     range * planned.range_slots, planned.range_slots);
       const plan::Cut cut = plan::make_cut(run.chunks, choice.rule);
       const bool given = present(args.initial_state) || run.continued();
       for (int64_t head = 0; head < problem.num_v_heads && run.present; ++head) {

@@ -141,7 +141,10 @@ segments::Args plan_args(const Run& r) {
   if (r.plan.counts.both) {
     a.fused_chunks = r.plan.choice.fused_chunks;
     a.fused_header = r.b.fused_header;
-    a.fused_items = r.plan.counts.ranges == 1 ? r.b.fused_items : nullptr;  // of ranges: already written, by run_fused_first()
+    a.fused_items = r.b.fused_items;
+    a.ranges = int32_t(r.plan.counts.ranges);
+    a.range_slots = int32_t(r.plan.counts.range_slots);
+    a.range_items = r.plan.counts.items;
   }
   return a;
 }
@@ -245,6 +248,7 @@ ForwardParams forward_params(const Run& r) {
   f.merged = b.states;
   f.carry_in = b.carry[r.parity];
   f.carry_out = b.carry[1 - r.parity];
+  f.carries_all = f.asks = r.plan.counts.both;
   if (r.plan.choice.fused) make_fused(f, r);
   f.dependent = true;
   return f;
@@ -257,6 +261,7 @@ ForwardParams fused_params(const ForwardParams& main, const Run& r) {
   f.items = r.b.fused_items;
   f.max_items = int32_t(r.p.num_seqs * r.p.num_v_heads);
   f.v_parts = 1;
+  f.carry_in = f.carry_out = nullptr;
   return f;
 }
 // S_ext and M of the segments whose successor is merged
@@ -325,8 +330,7 @@ bool direct_fused(const Run& r) {
          r.p.num_seqs * r.p.num_v_heads <= r.device.multiprocessors && r.p.chunk_slots() <= plan::kDirectChunks * r.p.num_seqs;
 }
 
-// plan -> intra-chunk stage -> (cuts, pre-pass, merges) -> recurrence over one range of chunks. With both forms in the call the
-// fused one comes last; the planning kernel has given all items to one of them, and what belongs to the other leaves at once.
+// plan -> intra-chunk stage -> (cuts, pre-pass, merges) -> recurrence over one range of chunks
 void run_range(const Run& r) {
   const ForwardCounts& counts = r.plan.counts;
   const int multiprocessors = r.device.multiprocessors;
@@ -338,9 +342,9 @@ void run_range(const Run& r) {
   }
   const bool inside = plans_inside(r), early = !inside && cuts_early(r) && !r.plan.choice.fused;
   // Items of an uncut run; where something is cut they are written anew when the gates are known.
-  if (counts.fused || (counts.both && counts.ranges == 1))
+  if (counts.fused)
     check_cuda(segments::launch_with_gates(plan_args(r), gates_args(r), multiprocessors, r.stream), "plan_and_gates");
-  else if (!inside)
+  else if (!inside && !counts.both)
     check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream), "plan_segments");
   if (r.p.total_tokens() > 0 && !r.plan.choice.fused) {
     const bool bf16 = r.p.dtype == QLA_BFLOAT16;
@@ -381,16 +385,12 @@ void run_range(const Run& r) {
     }
   }
   launch_forward(params, multiprocessors, r.stream);
-  if (counts.both && counts.ranges == 1) launch_forward(fused_params(params, r), multiprocessors, r.stream);
 }
 
-// Both forms, the two kernels in ranges: the fused one over all chunks, or nothing. r: of all slots.
-void run_fused_first(const Run& r) {
-  segments::Args plan = plan_args(r);
-  plan.fused_items = r.b.fused_items;
-  plan.items = nullptr;  // made anew for each range, as is the table
-  plan.chunk_table = nullptr;
-  check_cuda(segments::launch_with_gates(plan, gates_args(r), r.device.multiprocessors, r.stream), "plan_and_gates");
+// Both forms: one plan for all that follows, then the fused form. It comes first because what follows can leave while it runs:
+// whoever has nothing to do needs no more than its header and a free place. r: of all slots.
+void run_plan_and_fused(const Run& r) {
+  check_cuda(segments::launch_with_gates(plan_args(r), gates_args(r), r.device.multiprocessors, r.stream), "plan_and_gates");
   launch_forward(fused_params(forward_params(r), r), r.device.multiprocessors, r.stream);
 }
 
@@ -434,9 +434,9 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
   const bool saves = present(args.saved);
   Run r{args, p, device, plan, lay_out_forward(args.workspace, p, plan.counts, saves), stream};
   const Saved saved = lay_out_saved(args.saved.data, p);
-  if (plan.counts.both && plan.counts.ranges > 1) {
+  if (plan.counts.both) {
     r.slots = p.chunk_slots();
-    run_fused_first(r);
+    run_plan_and_fused(r);
   }
   for (int64_t range = 0; range < plan.counts.ranges; range++, r.parity ^= 1) {
     r.first_slot = range * plan.counts.range_slots;
@@ -446,7 +446,9 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
       r.b.saved.vec = saved.vec + r.first_slot * p.num_v_heads * kVecFloats;
       r.b.saved.decay = saved.decay + r.first_slot * p.num_v_heads;
     }
+    if (plan.counts.both) r.slots = plan.counts.range_slots;  // each has its tables, which count from 0
     run_range(r);
+    if (plan.counts.both) r.b.header++, r.b.items += plan.counts.items, r.b.chunk_table += plan.counts.range_slots;
   }
 }
 

@@ -11,6 +11,7 @@
 #include "cuda/capabilities.hpp"
 #include "cuda/workspace.hpp"
 #include "plan/choose.hpp"
+#include "plan/ranges.hpp"
 
 namespace qla::cuda {
 
@@ -90,10 +91,13 @@ inline PlanInput one_form(const PlanInput& in) {
   one.can.both = false;
   return one;
 }
-// Both forms where the two kernels take the chunks in a few ranges; the fused one, which comes first, takes them all.
+// Both forms where the two kernels take the chunks in a few ranges, a part of each sequence in every one (plan/ranges.hpp); the
+// fused one takes them all.
 inline constexpr int64_t kMostBothRanges = 4;
 inline ForwardPlan both_in_ranges(const PlanInput& in, const plan::Choice& whole, int64_t ranges) {
-  ForwardPlan result = plan_ranges(in, plan::ceil_div(in.problem.chunk_slots(), ranges), false);
+  ForwardPlan result = plan_ranges(in, plan::part_slots(in.problem.chunk_slots(), in.problem.num_seqs, ranges), false);
+  result.counts.ranges = ranges;
+  result.counts.items = in.problem.num_seqs * in.problem.num_v_heads * result.counts.v_parts;
   result.choice.fused_chunks = whole.fused_chunks;
   result.choice.reason = whole.reason;
   result.choice.predicted_us = whole.predicted_us + plan::kRangeLaunches * static_cast<float>(ranges - 1);

@@ -46,7 +46,7 @@ struct ForwardBuffers {
   uint8_t* transitions;
   void* units;
   float* states;    // S_ext and start states, then M
-  float* carry[2];  // [HV][V][K], from one range to the next
+  float* carry[2];  // [HV][V][K], from one range to the next; both forms: [N][HV][V][K]
   Saved saved;      // for one range; absent where the caller has memory for it
   size_t bytes;
 };
@@ -62,9 +62,10 @@ struct ForwardCounts {
 inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const ForwardCounts& n, bool saved_given) {
   plan::Layout layout(base);
   ForwardBuffers b{};
-  b.header = layout.take<PlanHeader>(1);
-  b.items = layout.take<WorkItem>(n.items);
-  b.chunk_table = layout.take<ChunkRecord>(n.range_slots);
+  const int64_t tables = n.both ? n.ranges : 1;  // both forms: made for all ranges at once
+  b.header = layout.take<PlanHeader>(tables);
+  b.items = layout.take<WorkItem>(tables * n.items);
+  b.chunk_table = layout.take<ChunkRecord>(tables * n.range_slots);
   if (n.fused) {  // Abar and Pg stay on chip
     b.gates = layout.take<float>(n.range_slots * p.num_v_heads * kFusedVecFloats);
     b.bytes = layout.bytes();
@@ -88,7 +89,7 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
     b.states = layout.take<float>(2 * n.end_states * kStateFloats);
   }
   if (n.ranges > 1)
-    for (float*& carry : b.carry) carry = layout.take<float>(p.num_v_heads * kStateFloats);
+    for (float*& carry : b.carry) carry = layout.take<float>((n.both ? p.num_seqs : 1) * p.num_v_heads * kStateFloats);
   if (!saved_given) {
     void* inside = layout.take<uint8_t>(int64_t(lay_out_saved(nullptr, n.range_slots, p.num_v_heads).bytes));
     b.saved = lay_out_saved(inside, n.range_slots, p.num_v_heads);

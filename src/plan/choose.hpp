@@ -71,9 +71,7 @@ struct Choice {
   Reason reason = Reason::NothingToCut;
 };
 
-// A packing of this many sequences may be given both forms; more even out. Where they have at most so many chunks each, one
-// direct launch of the fused form needs nothing before it.
-inline constexpr int64_t kLeastBothSeqs = 2, kMostBothSeqs = 3;
+// Where sequences have at most so many chunks each, one direct launch of the fused form needs nothing before it.
 inline constexpr int64_t kDirectChunks = 40;
 
 // Dense calls have equal sequences. A packing's lengths are unknown: equal, or one long sequence and short ones; with two or

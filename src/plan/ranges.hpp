@@ -36,4 +36,22 @@ QLA_HD inline Run run_in_range(int64_t base, int32_t chunks, int64_t first_slot,
   return run;
 }
 
+// A few long sequences instead: range r of R has the r-th part of each, so that long and short ones run side by side in every
+// range, and a state is handed over for each. Slots of a range then count its chunks, sequence by sequence; `slot` is left 0. An
+// empty sequence belongs to the first range. chunks (at most 2^25) times ranges: below 2^31.
+QLA_HD inline Run part_of_sequence(int32_t chunks, int32_t range, int32_t ranges) {
+  Run run;
+  const auto all = static_cast<uint32_t>(chunks), of = static_cast<uint32_t>(ranges);
+  run.first = static_cast<int32_t>(all * static_cast<uint32_t>(range) / of);
+  const auto end = static_cast<int32_t>(all * static_cast<uint32_t>(range + 1) / of);
+  run.chunks = end - run.first;
+  run.present = chunks > 0 ? run.chunks > 0 : range == 0;
+  run.goes_on = end < chunks;
+  return run;
+}
+// .. and how many slots a range has at most
+QLA_HD constexpr int64_t part_slots(int64_t all_slots, int64_t num_seqs, int64_t ranges) {
+  return (all_slots + ranges - 1) / ranges + num_seqs;
+}
+
 }  // namespace qla::plan

@@ -36,11 +36,14 @@ struct Problem {
   std::vector<uint8_t> has_initial;
   qla::plan::CutRule rule;
   std::vector<float> decay;                 // [slot][heads]
-  bool fused_alone = false;                 // with fused_chunks: neither the other list nor the chunk table
-  int64_t fused_chunks = 0;                 // both forms: a second list for all of V
+  int64_t fused_chunks = 0;                 // both forms: a second list for all of V ..
+  int64_t parts = 1, part = 0;              // .. and the two kernels' tables in so many ranges, one of which is looked at
   int64_t first_slot = 0, range_slots = 0;  // a range of chunks (plan/ranges.hpp); 0: all
   int64_t all_slots() const { return tokens / 64 + int64_t(cu.size()) - 1; }
-  int64_t slots() const { return range_slots ? std::min(range_slots, all_slots() - first_slot) : all_slots(); }
+  int64_t slots() const {
+    if (parts > 1) return qla::plan::part_slots(all_slots(), seqs(), parts);
+    return range_slots ? std::min(range_slots, all_slots() - first_slot) : all_slots();
+  }
   int64_t seqs() const { return int64_t(cu.size()) - 1; }
 };
 // bound on merged boundaries
@@ -57,6 +60,9 @@ int64_t longest_chunks(const Problem& p) {
   }
   return longest;
 }
+bool good_boundaries(const Problem& p) {
+  return p.cu.front() == 0 && p.cu.back() <= p.tokens && std::is_sorted(p.cu.begin(), p.cu.end());
+}
 bool takes_fused(const Problem& p) { return p.fused_chunks && qla::plan::takes_fused(longest_chunks(p), p.fused_chunks); }
 
 Tables run(const Problem& p, const std::string& name) {
@@ -66,9 +72,9 @@ Tables run(const Problem& p, const std::string& name) {
   Device<int32_t> cu32(narrow);
   Device<int64_t> cu64(p.cu);
   Device<uint8_t> flags(p.has_initial.empty() ? std::vector<uint8_t>(1) : p.has_initial);
-  Device<PlanHeader> header(1), pre_header(1);
-  Device<WorkItem> main_items(items), pre_items(std::max<int64_t>(1, 2 * states * p.v_parts));
-  Device<ChunkRecord> chunks(std::max<int64_t>(1, p.slots()));
+  Device<PlanHeader> header(size_t(p.parts)), pre_header(1);
+  Device<WorkItem> main_items(p.parts * items), pre_items(std::max<int64_t>(1, 2 * states * p.v_parts));
+  Device<ChunkRecord> chunks(std::max<int64_t>(1, p.parts * p.slots()));
   Device<float> decay(p.decay.empty() ? std::vector<float>(1) : p.decay);
   Device<MergeChain> chains(p.seqs() * p.heads);
   Device<uint8_t> transitions(std::max<int64_t>(1, states));
@@ -77,7 +83,7 @@ Tables run(const Problem& p, const std::string& name) {
   Device<WorkItem> fused_items(size_t(p.seqs() * p.heads));
   // beside the plan in the launch of a call with both forms
   constexpr int kRecord = kFusedVecFloats;
-  const size_t gates = size_t(p.tokens * p.heads), records = p.fused_chunks ? size_t(p.slots() * p.heads * kRecord) : 1;
+  const size_t gates = size_t(p.tokens * p.heads), records = p.fused_chunks ? size_t(p.all_slots() * p.heads * kRecord) : 1;
   Device<float> gate(std::vector<float>(p.fused_chunks ? gates : 1, -0.5f)), vec(records);
   segments::Args a{};
   a.cu_seqlens = p.wide ? static_cast<const void*>(cu64.get()) : cu32.get();
@@ -98,8 +104,10 @@ Tables run(const Problem& p, const std::string& name) {
     a.fused_chunks = p.fused_chunks;
     a.fused_header = fused_header.get();
     a.fused_items = fused_items.get();
-    if (p.range_slots) a.fused_items = nullptr;  // ranges: the two kernels' launches; the fused form has had its own
-    if (p.fused_alone) a.items = nullptr, a.chunk_table = nullptr;
+    a.slots = int32_t(p.all_slots());
+    a.ranges = int32_t(p.parts);
+    a.range_slots = int32_t(p.slots());
+    a.range_items = items;
     gates::Args g{};
     g.tokens = p.tokens;
     g.varlen = 1;
@@ -107,10 +115,7 @@ Tables run(const Problem& p, const std::string& name) {
     g.scale = 1.f;
     g.g = g.beta = {gate.get(), {p.tokens * p.heads, p.heads, 1}, QLA_FLOAT32};
     g.vec = vec.get();
-    if (p.range_slots)
-      cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
-    else
-      cuda_ok(segments::launch_with_gates(a, g, multiprocessors(), nullptr), "plan_and_gates");
+    cuda_ok(segments::launch_with_gates(a, g, multiprocessors(), nullptr), "plan_and_gates");
   } else {
     cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
   }
@@ -140,23 +145,33 @@ Tables run(const Problem& p, const std::string& name) {
   Tables t{chunks.download(),      main_items.download(), pre_items.download(),    chains.download(),
            transitions.download(), header.download()[0],  pre_header.download()[0]};
   if (p.fused_chunks) {  // one form has everything, the other nothing to do, not even padding
+    const auto idle = [&](const PlanHeader& h) { return h.num_items == 0 && h.next_item == 0 && h.end_token == p.tokens; };
+    const std::vector<PlanHeader> headers = header.download();
     const bool fused = takes_fused(p);
-    const PlanHeader second = fused_header.download()[0], &chosen = fused ? second : t.header, &other = fused ? t.header : second;
-    check(other.num_items == 0 && other.next_item == 0 && other.end_token == p.tokens, name + ": the other form has no items");
-    if (fused ? p.range_slots > 0 : p.fused_alone)
-      check(chosen.num_items == 0, name + ": no list, no items");
-    else if (p.range_slots == 0)
-      check(chosen.num_items == p.seqs() * p.heads * (fused ? 1 : p.v_parts), name + ": the chosen form has all items");
+    if (fused) {
+      check(std::all_of(headers.begin(), headers.end(), idle), name + ": the two kernels have no items");
+      t.header = fused_header.download()[0];
+      t.items = fused_items.download();
+      check(t.header.num_items == p.seqs() * p.heads, name + ": the fused form has all items");
+    } else {
+      check(idle(fused_header.download()[0]), name + ": the fused form has no items");
+      for (const WorkItem& i : fused_items.download()) check(i.chunks == 0, name + ": its list is written all the same");
+      t.header = headers[size_t(p.part)];
+      t.items.erase(t.items.begin(), t.items.begin() + p.part * items);
+      t.chunks.erase(t.chunks.begin(), t.chunks.begin() + p.part * p.slots());
+      t.chunks.resize(size_t(p.slots()));
+    }
     const std::vector<float> vectors = vec.download();
+    std::set<int64_t> used;  // slots
+    for (int64_t n = 0; n < p.seqs(); n++)
+      for (int64_t c = 0; 64 * c < p.cu[size_t(n) + 1] - p.cu[size_t(n)]; c++) used.insert(p.cu[size_t(n)] / 64 + n + c);
     bool as_chosen = true;
-    for (int64_t s = 0; s < p.slots(); s++)
+    for (int64_t s = 0; s < p.all_slots(); s++)
       for (int h = 0; h < p.heads; h++) {
-        const bool written = vectors[size_t((s * p.heads + h) * kRecord)] == vectors[size_t((s * p.heads + h) * kRecord)];
-        as_chosen &= written == (fused && t.chunks[size_t(s)].rows > 0);
+        const float first = vectors[size_t((s * p.heads + h) * kRecord)];
+        as_chosen &= (first == first) == (fused && used.count(s) > 0);  // NaN where nothing was written
       }
-    if (p.range_slots == 0 && !p.fused_alone) check(as_chosen, name + ": gate vectors where the fused form takes them");
-    if (fused) t.items = fused_items.download();
-    if (fused) t.header = second;
+    if (good_boundaries(p)) check(as_chosen, name + ": gate vectors where the fused form takes them");
   }
   check(t.header.num_items >= 0 && t.header.num_items <= items, name + ": number of items");
   t.items.resize(size_t(std::clamp<int64_t>(t.header.num_items, 0, items)));
@@ -187,14 +202,20 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
   int entry = 0;
   bool bases = true;
   std::vector<int64_t> chunk_base(p.seqs() + 1, 0), checkpoint_base(p.seqs() + 1, 0);
-  const int v_parts = takes_fused(p) ? 1 : p.v_parts;
+  const bool fused = takes_fused(p);
+  const int v_parts = fused ? 1 : p.v_parts;
+  const int64_t parts = fused ? 1 : p.parts;
+  int64_t walked = 0;  // chunks of earlier sequences in this range of parts
   for (int64_t n = 0; n < p.seqs(); n++) {
     const int64_t bos = p.cu[n], eos = p.cu[n + 1], chunks = (eos - bos + 63) / 64, slot = bos / 64 + n;
     chunk_base[n + 1] = chunk_base[n] + chunks;
     checkpoint_base[n + 1] = checkpoint_base[n] + (p.checkpoint_every ? (eos - bos) / (64 * p.checkpoint_every) : 0);
-    const qla::plan::Run part = qla::plan::run_in_range(slot, int32_t(chunks), p.first_slot, p.slots());
+    const qla::plan::Run part = parts > 1 ? qla::plan::part_of_sequence(int32_t(chunks), int32_t(p.part), int32_t(parts))
+                                          : qla::plan::run_in_range(slot, int32_t(chunks), p.first_slot, p.slots());
+    const int64_t first_in_tables = parts > 1 ? walked - part.first : slot - p.first_slot;  // of the sequence's first chunk
+    walked += part.chunks;
     for (int64_t c = part.first; c < part.first + part.chunks; c++)
-      records[slot + c - p.first_slot] = {bos + 64 * c, int32_t(std::min<int64_t>(64, eos - bos - 64 * c)), int32_t(n)};
+      records[first_in_tables + c] = {bos + 64 * c, int32_t(std::min<int64_t>(64, eos - bos - 64 * c)), int32_t(n)};
     const bool given = p.initial && (p.has_initial.empty() || p.has_initial[n]), initial = given || part.continued();
     for (int h = 0; h < p.heads && part.present; h++) {
       const qla::plan::Cut cut = qla::plan::make_cut(part.chunks, p.rule);
@@ -206,7 +227,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
             WorkItem i{};
             i.first_chunk = int32_t(part.first + s.first_chunk - s.warmup_chunks);
             i.token = bos + 64 * int64_t(i.first_chunk);
-            i.slot = int32_t(slot + i.first_chunk - p.first_slot);
+            i.slot = int32_t(first_in_tables + i.first_chunk);
             i.chunks = int32_t(s.walked_chunks());
             i.warmup = int32_t(s.warmup_chunks);
             i.last_rows = i.first_chunk + i.chunks < chunks ? 64 : chunks ? int32_t(eos - bos - 64 * (chunks - 1)) : 0;
@@ -256,7 +277,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
   for (size_t i = 0; i < want_transitions.size(); i++) same &= t.transitions[i] == want_transitions[i];
   check(same, name + ": transitions");
   bool table = true;
-  for (int64_t s = 0; s < p.slots(); s++) {
+  for (int64_t s = 0; s < p.slots() && !fused; s++) {  // the fused form walks without it
     const auto found = records.find(s);
     const ChunkRecord& r = t.chunks[s];
     table &= found == records.end()
@@ -264,14 +285,15 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
                  : r.rows == found->second.rows && r.token == found->second.token && r.sequence == found->second.sequence;
   }
   check(table, name + ": chunk table");
-  const bool last_range = p.first_slot + p.slots() == p.all_slots();  // the one that pads
+  const bool last_range = parts > 1 ? p.part == parts - 1 : fused || p.first_slot + p.slots() == p.all_slots();  // that pads
   check(t.header.end_token == (last_range ? p.cu.back() : p.tokens) && t.header.valid_tokens == 1, name + ": header");
 }
 
 // Whatever the boundaries: records and items lie inside.
 void inside(const Problem& p, const Tables& t, const std::string& name) {
+  const bool fused = takes_fused(p);
   bool good = t.header.valid_tokens == 0 && t.header.end_token >= 0 && t.header.end_token <= p.tokens;
-  for (const ChunkRecord& r : t.chunks)
+  for (const ChunkRecord& r : fused ? std::vector<ChunkRecord>{} : t.chunks)
     good &= r.rows == 0 || (r.rows > 0 && r.rows <= 64 && r.token >= 0 && r.token + r.rows <= p.tokens && r.sequence >= 0 &&
                             r.sequence < p.seqs());
   const int64_t states = most_states(p);
@@ -282,7 +304,7 @@ void inside(const Problem& p, const Tables& t, const std::string& name) {
                           [&](const MergeChain& c) { return i.start_index >= c.first && i.start_index < c.first + c.count; });
   for (const auto* list : {&t.items, &t.pre_items})
     for (const WorkItem& i : *list) {
-      good &= i.token >= 0 && i.chunks >= 0 && i.slot >= 0 && int64_t(i.slot) + i.chunks <= p.slots() && i.sequence >= 0 &&
+      good &= i.token >= 0 && i.chunks >= 0 && i.slot >= 0 && int64_t(i.slot) + i.chunks <= (fused ? p.all_slots() : p.slots()) && i.sequence >= 0 &&
               i.sequence < p.seqs() && i.v_head >= 0 && i.v_head < p.heads;
       if (i.chunks > 0)
         good &= i.token + 64 * int64_t(i.chunks - 1) + i.last_rows <= p.tokens && i.last_rows >= 1 && i.last_rows <= 64;
@@ -353,36 +375,26 @@ int main(int argc, char** argv) {
                                           : round % 4 == 1 ? longest_chunks(p) - 1
                                                            : pick(1, 100));
     const std::string name = "both forms " + std::to_string(round) + (takes_fused(p) ? ", fused" : ", two kernels");
-    const Tables whole = run(p, name);
-    compare(p, whole, name);
-    const bool fused = takes_fused(p);
-    p.fused_alone = true;
-    std::multiset<Key> got, want;
-    for (const WorkItem& i : run(p, name + ", alone").items) got.insert(key(i, true));
-    for (const WorkItem& i : whole.items)
-      if (fused) want.insert(key(i, true));
-    check(got == want, name + ": the fused form's list alone");
-    p.fused_alone = false;
-    p.range_slots = (p.all_slots() + 1) / 2;
-    for (p.first_slot = 0; p.first_slot < p.all_slots(); p.first_slot += p.range_slots) {
-      const std::string range = name + ", range from " + std::to_string(p.first_slot);
-      const Tables t = run(p, range);
-      if (fused)
-        check(t.items.empty(), range + ": nothing");
-      else
-        compare(p, t, range);
+    compare(p, run(p, name), name);
+    p.parts = pick(2, 4);
+    for (p.part = 0; p.part < p.parts; p.part++) {
+      const std::string range = name + ", range " + std::to_string(p.part) + " of " + std::to_string(p.parts);
+      compare(p, run(p, range), range);
     }
   }
   for (int round = 0; round < (quick ? 2 : 10); round++) {
     Problem p;
     p.tokens = pick(1, 3000);
-    for (int64_t i = 0; i <= 2; i++) p.cu.push_back(pick(0, 1) ? pick(-5000, 8000) : pick(0, p.tokens));
-    p.cu[size_t(pick(0, 2))] = INT32_MAX;
+    for (int64_t i = 0; i <= 3; i++) p.cu.push_back(pick(0, 1) ? pick(-5000, 8000) : pick(0, p.tokens));
+    p.cu[size_t(pick(0, 3))] = INT32_MAX;
     p.heads = 3;
     p.v_parts = 2;
     p.fused_chunks = pick(1, 40);
-    const std::string name = "both forms, bad boundaries " + std::to_string(round);
-    inside(p, run(p, name), name);
+    for (p.parts = 1; p.parts <= 3; p.parts++)
+      for (p.part = 0; p.part < p.parts; p.part++) {
+        const std::string name = "both forms, bad boundaries " + std::to_string(round) + ", " + std::to_string(p.part);
+        inside(p, run(p, name), name);
+      }
   }
   if (!quick) {  // one very long sequence, and very many
     Problem p = boundaries({1048576 - 7}, 7);

@@ -20,6 +20,19 @@ __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepco
 // the next kernel's CTAs may start when all of this grid's have said so or exited; they still wait for its memory
 __device__ __forceinline__ void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// A word that the planning kernel wrote, in a kernel that none before it let begin until it had waited for that plan: before its
+// own wait, and past an L1 that may hold what lay there before.
+__device__ __forceinline__ int32_t load_after_plan(const int32_t* p) {
+  int32_t x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ int64_t load_after_plan(const int64_t* p) {
+  int64_t x;
+  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t r;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));

@@ -393,8 +393,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   for (int i = tid; i < tril::kExBytes / 16; i += kThreads) ptx::sts4u(smem + kSmemEx + 16 * i, 0, 0, 0, 0);
   ptx::proxy_fence();
   ptx::grid_dependency_launch();
+  if (a.asks && ptx::load_after_plan(&a.plan.header->num_items) == 0) {
+    if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended
+    return;
+  }
   if (!a.early) ptx::grid_dependency_wait();
-  if (a.asks && a.plan.header->num_items == 0) return;
   int first_token = 0, end_token = int(a.tokens);
   if (a.direct) single_sequence(a, first_token, end_token);
   __syncthreads();

@@ -44,6 +44,11 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
   ForwardSmem<Cfg> sm;
   sm.base = (ptx::shared_address(smem) + 1023) & ~1023u;
   sm.generic = smem + (sm.base - ptx::shared_address(smem));
+  if (a.p.asks && ptx::load_after_plan(&a.p.plan->num_items) == 0 && ptx::load_after_plan(&a.p.plan->end_token) == a.p.tokens) {
+    ptx::grid_dependency_launch();
+    if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended
+    return;
+  }
   if (threadIdx.x == 0) {
     sm.tiles().init(1, Cfg::kEmptyCount);
     sm.items().init(1, Cfg::kItemReaders);

@@ -42,6 +42,8 @@ struct ForwardParams {
   float* end_states = nullptr;      // [index][V][K], without output
   const float* carry_in = nullptr;  // [HV][V][K]: kStartCarried ..
   float* carry_out = nullptr;       // .. and kCarry
+  bool carries_all = false;         // .. for every sequence, [N][HV][V][K]
+  bool asks = false;                // both forms: leaves at once where the other one has everything
   bool dependent = false;           // launch with programmatic stream serialisation
 };
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/formats.hpp"
+#include "plan/forms.hpp"
 
 namespace qla::cuda::segments {
 
@@ -21,12 +22,19 @@ struct Args {
   PlanHeader* header;
   WorkItem* items;           // up to num_seqs * num_v_heads * v_parts of them; nullptr: only the chunk table and the header
   ChunkRecord* chunk_table;  // nullptr: not written
-  // Both forms in one call: up to so many chunks of the longest sequence all items go to the fused form's list (all of V), else
-  // to the list above; the other header gets none. A list
-  // that is nullptr gets none either. 0: one form.
+  // Both forms in one call (plan_and_gates, at most kMostBothSeqs sequences): up to so many chunks of the longest sequence all
+  // items go to the fused form's list (all of V), else to the lists above; what belongs to the other form gets none, and no
+  // padding to zero. 0: one form.
   int64_t fused_chunks;
   PlanHeader* fused_header;
   WorkItem* fused_items;
+  // .. with the two kernels in ranges, each with a part of every sequence (plan/ranges.hpp): a header, so many items and entries
+  // of chunk_table for each, back to back. `slots` is still that of all. 0 or 1: one range.
+  int32_t ranges;
+  int32_t range_slots;
+  int64_t range_items;
+  int32_t range;                                // in the kernel: which one's tables are being made ..
+  int32_t part_slot[qla::plan::kMostBothSeqs];  // .. and where each sequence's part begins in them
 };
 
 inline constexpr int kThreads = 512;

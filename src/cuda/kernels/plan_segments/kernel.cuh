@@ -19,7 +19,14 @@ namespace qla::cuda::segments {
 
 __device__ __forceinline__ int64_t base_slot(const Span& span, int64_t n) { return span.bos / 64 + n; }
 __device__ __forceinline__ qla::plan::Run run_of(const Args& a, const Span& span, int64_t n) {
-  return qla::plan::run_in_range(base_slot(span, n), span.chunks(), a.first_slot, a.slots);
+  if (a.ranges <= 1) return qla::plan::run_in_range(base_slot(span, n), span.chunks(), a.first_slot, a.slots);
+  qla::plan::Run run = qla::plan::part_of_sequence(span.chunks(), a.range, a.ranges);
+  run.slot = a.part_slot[n];
+  if (run.chunks > a.slots - run.slot) {  // boundaries that overlap: not beyond the table
+    run.chunks = a.slots - run.slot;
+    run.goes_on = true;
+  }
+  return run;
 }
 
 // 0: the longest. Four buckets an octave, no sequence at all: the last.
@@ -29,17 +36,36 @@ __device__ __forceinline__ int length_bucket(int32_t chunks) {
   return kBuckets - 2 - (4 * octave + quarter);
 }
 
-// Whether a call with both forms takes the fused one; it has few sequences, and every thread looks at all of them.
-__device__ __forceinline__ bool takes_fused(const Args& a) {
-  if (a.fused_chunks == 0) return false;
-  int32_t longest = 0;
-  for (int64_t n = 0; n < a.num_seqs; n++) longest = max(longest, span_of(a, n).chunks());
-  return qla::plan::takes_fused(longest, a.fused_chunks);
-}
-// Where the work items go.
-struct Lists {
-  WorkItem* items;
-  int32_t v_parts;
+// Both forms: whether the call takes the fused one, and the chunk of a slot. All boundaries are asked for before one is looked at.
+struct FewSequences {
+  int64_t at[qla::plan::kMostBothSeqs + 1];
+  __device__ __forceinline__ explicit FewSequences(const Args& a) {
+    if (a.index_dtype == QLA_INT64) {
+#pragma unroll
+      for (int n = 0; n <= qla::plan::kMostBothSeqs; n++)
+        at[n] = static_cast<const int64_t*>(a.cu_seqlens)[n < a.num_seqs ? n : a.num_seqs];
+    } else {
+#pragma unroll
+      for (int n = 0; n <= qla::plan::kMostBothSeqs; n++)
+        at[n] = static_cast<const int32_t*>(a.cu_seqlens)[n < a.num_seqs ? n : a.num_seqs];
+    }
+#pragma unroll
+    for (int64_t& x : at) x = clamp_boundary(a, x);
+  }
+  __device__ __forceinline__ Span span(int n) const { return {at[n], at[n + 1] < at[n] ? at[n] : at[n + 1]}; }
+  __device__ __forceinline__ bool takes_fused(const Args& a) const {
+    int32_t longest = 0;
+#pragma unroll
+    for (int n = 0; n < qla::plan::kMostBothSeqs; n++) longest = max(longest, span(n).chunks());
+    return qla::plan::takes_fused(longest, a.fused_chunks);
+  }
+  __device__ __forceinline__ ChunkRecord chunk(const Args& a, int64_t slot) const {
+    ChunkRecord record = record_of(span(0), 0, slot);
+#pragma unroll
+    for (int n = 1; n < qla::plan::kMostBothSeqs; n++)
+      if (n < a.num_seqs && at[n] / 64 + n <= slot) record = record_of(span(n), n, slot);
+    return record;
+  }
 };
 
 struct Shared {
@@ -49,6 +75,7 @@ struct Shared {
   unsigned long long chunks_before, checkpoints_before;
   int64_t scan[kThreads / 32];
   int32_t invalid;
+  Args own;  // of a call with both forms: this CTA's
 };
 
 // The chunk of a slot; its sequence by binary search for the last n with bos(n) / 64 + n <= slot. bos(n): the boundary, clamped.
@@ -70,11 +97,22 @@ __device__ __forceinline__ ChunkRecord find_chunk(const Args& a, int64_t slot, c
   }
   return record_of(a.num_seqs > 0 ? span_of(a, low) : Span{0, 0}, int32_t(low), slot);
 }
+// .. of a range that has a part of each sequence
+__device__ __forceinline__ ChunkRecord find_chunk_of_parts(const Args& a, int64_t slot) {
+  for (int64_t n = 0; n < a.num_seqs; n++) {
+    const Span span = span_of(a, n);
+    const qla::plan::Run run = run_of(a, span, n);
+    if (slot < run.slot || slot >= run.slot + run.chunks) continue;
+    const int64_t token = span.bos + 64 * (run.first + slot - run.slot);
+    return {token, int32_t(span.eos - token < 64 ? span.eos - token : 64), int32_t(n)};
+  }
+  return {0, 0, 0};
+}
 // chunk_table: a thread a slot
 __device__ __forceinline__ void write_chunks(const Args& a, const Shared& s, bool cached, int cta, int ctas) {
   const auto bos = [&](int64_t n) { return cached ? s.boundaries[n] : boundary(a, n); };
   for (int64_t at = int64_t(cta) * kThreads + threadIdx.x; at < a.slots; at += int64_t(ctas) * kThreads) {
-    const ChunkRecord record = find_chunk(a, a.first_slot + at, bos);
+    const ChunkRecord record = a.ranges > 1 ? find_chunk_of_parts(a, at) : find_chunk(a, a.first_slot + at, bos);
     *reinterpret_cast<int4*>(a.chunk_table + at) = *reinterpret_cast<const int4*>(&record);
   }
 }
@@ -94,7 +132,7 @@ __device__ __forceinline__ int64_t block_inclusive_sum(int64_t x, int64_t* scan)
   return x;
 }
 
-__device__ __forceinline__ void write_items(const Args& a, const Lists& to, Shared& s, int64_t first, int64_t last) {
+__device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t first, int64_t last) {
   // all lengths: how many lie in each bucket, and in front of this CTA's own
   for (int i = threadIdx.x; i < kBuckets; i += kThreads) s.before[i] = s.total[i] = 0;
   if (threadIdx.x == 0) s.chunks_before = s.checkpoints_before = 0;
@@ -128,7 +166,7 @@ __device__ __forceinline__ void write_items(const Args& a, const Lists& to, Shar
   __syncthreads();
 
   int64_t chunk_base = int64_t(s.chunks_before), checkpoint_base = int64_t(s.checkpoints_before);
-  const int per_seq = a.num_v_heads * to.v_parts;
+  const int per_seq = a.num_v_heads * a.v_parts;
   for (int64_t from = first; from < last; from += kThreads) {
     const int64_t n = from + threadIdx.x;
     Span span{0, 0};
@@ -168,11 +206,11 @@ __device__ __forceinline__ void write_items(const Args& a, const Lists& to, Shar
       const int64_t at = int64_t(__shfl_sync(~0u, place, source)) * per_seq;
       if (at < 0) continue;  // nothing of it in the range
       for (int i = lane; i < per_seq; i += 32) {
-        out.v_head = i / to.v_parts;
-        out.v_part = i % to.v_parts;
-        int4* place_of = reinterpret_cast<int4*>(to.items + at + i);
+        out.v_head = i / a.v_parts;
+        out.v_part = i % a.v_parts;
+        int4* to = reinterpret_cast<int4*>(a.items + at + i);
 #pragma unroll
-        for (int w = 0; w < 4; w++) place_of[w] = reinterpret_cast<const int4*>(&out)[w];
+        for (int w = 0; w < 4; w++) to[w] = reinterpret_cast<const int4*>(&out)[w];
       }
     }
     if (from + kThreads < last) {  // the CTA's sums so far
@@ -194,12 +232,10 @@ __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int 
     for (int n = threadIdx.x; n <= a.num_seqs; n += kThreads) s.boundaries[n] = boundary(a, n);
   __syncthreads();
   if (a.chunk_table) write_chunks(a, s, cached, cta, ctas);
-  const bool fused = takes_fused(a);
-  const Lists to = fused ? Lists{a.fused_items, 1} : Lists{a.items, a.v_parts};
-  if (to.items) {
+  if (a.items) {
     const int64_t each = (a.num_seqs + ctas - 1) / ctas, first = int64_t(cta) * each;
     const int64_t last = first + each < a.num_seqs ? first + each : a.num_seqs;
-    if (first < last) write_items(a, to, s, first, last);
+    if (first < last) write_items(a, s, first, last);
   }
   if (cta != 0) return;
   if (a.cu_seqlens)
@@ -210,20 +246,58 @@ __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int 
   __syncthreads();
   if (threadIdx.x == 0) {
     PlanHeader header{};
-    header.num_items = to.items && a.num_seqs > 0 ? int32_t(s.present * a.num_v_heads * to.v_parts) : 0;
+    header.num_items = a.items && a.num_seqs > 0 ? int32_t(s.present * a.num_v_heads * a.v_parts) : 0;
     header.valid_tokens = !s.invalid;
     // padding belongs to the last range
     const int64_t tokens = a.cu_seqlens ? a.tokens : a.num_seqs * a.tokens;
-    header.end_token = a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs ? tokens
-                       : a.num_seqs > 0                                           ? boundary(a, a.num_seqs)
-                                                                                  : 0;
-    *(fused ? a.fused_header : a.header) = header;
-    if (a.fused_chunks) {  // to the other form neither items nor padding
-      header.num_items = 0;
-      header.end_token = tokens;
-      *(fused ? a.header : a.fused_header) = header;
+    const bool more =
+        a.ranges > 1 ? a.range + 1 < a.ranges : a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs;
+    header.end_token = more ? tokens : a.num_seqs > 0 ? boundary(a, a.num_seqs) : 0;
+    *a.header = header;
+  }
+}
+
+// Both forms: the tables of one range, or in the first range's place the fused form's; headers without work for whoever has none.
+__device__ __forceinline__ void plan_both(const Args& a, Shared& s, const FewSequences& few, bool fused, int range, int cta,
+                                          int ctas) {
+  PlanHeader none{};
+  none.valid_tokens = 1;
+  none.end_token = a.tokens;
+  if (threadIdx.x == 0) {
+    Args& own = s.own;
+    own = a;
+    if (fused) {
+      own.header = a.fused_header;
+      own.items = a.fused_items;
+      own.v_parts = 1;
+      own.chunk_table = nullptr;
+      own.ranges = 0;
+    } else {
+      own.header += range;
+      own.items += range * a.range_items;
+      own.chunk_table += int64_t(range) * a.range_slots;
+      own.slots = a.range_slots;
+      own.range = range;
+      int32_t slot = 0;
+#pragma unroll
+      for (int n = 0; n < qla::plan::kMostBothSeqs; n++) {
+        own.part_slot[n] = slot;
+        slot = min(slot + qla::plan::part_of_sequence(few.span(n).chunks(), range, max(a.ranges, 1)).chunks, a.range_slots);
+      }
     }
   }
+  if (cta == 0 && threadIdx.x == 0) {
+    if (fused)
+      a.header[range] = none;
+    else if (range == 0)
+      *a.fused_header = none;
+  }
+  // The fused form's load threads copy an item before they know how many there are: none may be what nobody wrote.
+  if (cta == 0 && range == 0 && !fused)
+    for (int64_t i = threadIdx.x; i < a.num_seqs * a.num_v_heads * int64_t(sizeof(WorkItem) / 16); i += kThreads)
+      reinterpret_cast<int4*>(a.fused_items)[i] = make_int4(0, 0, 0, 0);
+  __syncthreads();
+  if (!fused || range == 0) plan_cta(s.own, s, cta, ctas);
 }
 
 __global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant__ Args a) {
@@ -232,7 +306,8 @@ __global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant_
   plan_cta(a, s, int(blockIdx.x), int(gridDim.x));
 }
 
-// The same in the first `plan_ctas`, and in the others the gate vectors of the fused forward: a CTA a (slot, part of the heads).
+// The same in the first `plan_ctas` (both forms: in so many for each range), and in the others the gate vectors of the fused
+// forward: a CTA a (slot, part of the heads).
 __global__ void __launch_bounds__(kThreads)
     plan_and_gates(const __grid_constant__ Args a, const __grid_constant__ gates::Args g, int plan_ctas) {
   __shared__ union {
@@ -240,14 +315,19 @@ __global__ void __launch_bounds__(kThreads)
     gates::Shared gates;
   } s;
   ptx::grid_dependency_launch();
-  if (int(blockIdx.x) < plan_ctas) {
-    plan_cta(a, s.plan, int(blockIdx.x), plan_ctas);
+  const int table_ctas = plan_ctas * max(a.ranges, 1), unit = int(blockIdx.x) - table_ctas, slot = unit / g.parts;
+  ChunkRecord record;
+  if (a.fused_chunks) {
+    const FewSequences few(a);
+    const bool fused = few.takes_fused(a);
+    if (unit < 0) return plan_both(a, s.plan, few, fused, int(blockIdx.x) / plan_ctas, int(blockIdx.x) % plan_ctas, plan_ctas);
+    if (!fused) return;
+    record = few.chunk(a, slot);
   } else {
-    if (a.fused_chunks && !takes_fused(a)) return;
-    const int unit = int(blockIdx.x) - plan_ctas, slot = unit / g.parts;
-    const ChunkRecord record = find_chunk(a, slot, [&](int64_t n) { return boundary(a, n); });
-    gates::write_vectors(g, s.gates, record, slot, unit - slot * g.parts);
+    if (unit < 0) return plan_cta(a, s.plan, int(blockIdx.x), plan_ctas);
+    record = find_chunk(a, slot, [&](int64_t n) { return boundary(a, n); });
   }
+  gates::write_vectors(g, s.gates, record, slot, unit - slot * g.parts);
 }
 
 }  // namespace qla::cuda::segments
