@@ -111,9 +111,9 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   int64_t longest = 0;
   for (const int64_t length : lengths) longest = std::max(longest, plan::chunks_of(length));
   const Choice choice = plan::chosen_form(planned.choice, longest);
-  const float both_us =  // launches of the form that is not chosen, and of ranges
-      choice.fused_chunks > 0 ? plan::kBothForms + plan::kRangeLaunches * static_cast<float>(planned.ranges - 1) : 0.0f;
   if (choice.fused) planned.range_slots = problem.chunk_slots(), planned.ranges = 1;
+  const float both_us =  // what the other form and ranges cost
+      choice.fused_chunks > 0 ? plan::kBothForms + plan::kRangeLaunches * static_cast<float>(planned.ranges - 1) : 0.0f;
 
   const float assumed = policy.threshold / static_cast<float>(plan::kAssumedWarmup);  // where no gates are given
   std::vector<Segment> all;
@@ -125,7 +125,8 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
     for (int64_t n = 0; n < problem.num_seqs; ++n) {
       const int64_t chunks = plan::chunks_of(lengths[static_cast<size_t>(n)]);
       const plan::Run run = choice.fused_chunks > 0 && planned.ranges > 1
-                                ? plan::part_of_sequence(static_cast<int32_t>(chunks), static_cast<int32_t>(range), static_cast<int32_t>(planned.ranges))
+                                ? plan::part_of_sequence(static_cast<int32_t>(chunks), static_cast<int32_t>(range),
+                                                         static_cast<int32_t>(planned.ranges))
                                 : plan::run_in_range(token / kChunk + n, static_cast<int32_t>(chunks),
                                                      range * planned.range_slots, planned.range_slots);
       const plan::Cut cut = plan::make_cut(run.chunks, choice.rule);

@@ -100,7 +100,7 @@ inline ForwardPlan both_in_ranges(const PlanInput& in, const plan::Choice& whole
   result.counts.items = in.problem.num_seqs * in.problem.num_v_heads * result.counts.v_parts;
   result.choice.fused_chunks = whole.fused_chunks;
   result.choice.reason = whole.reason;
-  result.choice.predicted_us = whole.predicted_us + plan::kRangeLaunches * static_cast<float>(ranges - 1);
+  result.choice.predicted_us = whole.predicted_us + plan::kLongWeight * plan::kRangeLaunches * static_cast<float>(ranges - 1);
   result.counts.both = true;
   result.bytes = lay_out_forward(nullptr, in.problem, result.counts, in.saved).bytes;
   return result;

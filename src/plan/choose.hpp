@@ -81,12 +81,14 @@ struct Profiles {
   int32_t count = 0;
 };
 
+inline constexpr float kLongWeight = 0.35f;  // .. of two or three
+
 inline Profiles profiles_of(const Shape& shape) {
   const int64_t seqs = shape.seqs(), total = shape.total_chunks(),
                 each = ceil_div(ceil_div(shape.total_tokens, seqs), kChunkTokens);
   Profiles profiles;
   const bool uneven = !shape.equal_lengths && seqs > 1;
-  const float long_weight = !uneven ? 0.0f : seqs <= 3 ? 0.35f : 0.05f;
+  const float long_weight = !uneven ? 0.0f : seqs <= 3 ? kLongWeight : 0.05f;
   profiles.all[profiles.count++] = {{{seqs, each}, {0, 0}}, 1, 1.0f - long_weight};
   if (uneven) {
     const int64_t longest = seqs <= 3 ? total * 7 / 8 : total / 2;

@@ -55,10 +55,11 @@ struct Candidate {
 // Of what a cut costs in launches, the share that a call pays whose sequences turn out too short for it.
 inline constexpr float kAskedShare = 0.5f;
 
-// Microseconds more with both forms in a call: launches that find nothing to do (decision 0056's estimate).
-inline constexpr float kBothForms = 8.0f;
-// .. and for every range of chunks after the first one, of either form: three launches, of which one waits for all before it.
-inline constexpr float kRangeLaunches = 16.0f;
+// Microseconds more with both forms in a call, over the form that is taken: -3 to 2 measured.
+inline constexpr float kBothForms = 2.0f;
+// .. and for every range of chunks after the first one where the two kernels run: 41 to 48, for two launches and the ends of
+// both.
+inline constexpr float kRangeLaunches = 45.0f;
 
 // Index of a call's costs that depend on how many value heads share a query/key head.
 inline int group_kind(const Shape& shape) { return shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2; }

@@ -1,7 +1,9 @@
 // Forward in ranges of chunks: what lies in which range, and plans that stay under a workspace limit.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "cuda/forward_plan.hpp"
@@ -52,6 +54,29 @@ TEST(Ranges, EveryChunkInOneRange) {
       }
     }
   }
+}
+
+TEST(Ranges, PartsOfASequence) {
+  for (const int32_t chunks : {0, 1, 2, 3, 5, 64, 449, 1 << 25})
+    for (const int32_t ranges : {2, 3, 4, 7}) {
+      SCOPED_TRACE(std::to_string(chunks) + " chunks in " + std::to_string(ranges) + " ranges");
+      int32_t walked = 0, present = 0, shortest = chunks, longest = 0;
+      for (int32_t range = 0; range < ranges; ++range) {
+        const plan::Run run = plan::part_of_sequence(chunks, range, ranges);
+        EXPECT_EQ(run.first, walked);
+        EXPECT_EQ(run.continued(), walked > 0);
+        walked += run.chunks;
+        if (run.present) {
+          EXPECT_EQ(run.goes_on, walked < chunks);
+        }
+        EXPECT_EQ(run.present, chunks > 0 ? run.chunks > 0 : range == 0);
+        present += run.present;
+        shortest = std::min(shortest, run.chunks), longest = std::max(longest, run.chunks);
+      }
+      EXPECT_EQ(walked, chunks);
+      EXPECT_EQ(present, std::clamp(chunks, 1, ranges));
+      EXPECT_LE(longest - shortest, 1);  // so that part_slots() holds every range of every packing
+    }
 }
 
 cuda::PlanInput input_of(int64_t tokens, int64_t sequences, int64_t k_heads, int64_t v_heads) {

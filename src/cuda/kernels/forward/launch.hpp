@@ -43,8 +43,10 @@ struct ForwardParams {
   const float* carry_in = nullptr;  // [HV][V][K]: kStartCarried ..
   float* carry_out = nullptr;       // .. and kCarry
   bool carries_all = false;         // .. for every sequence, [N][HV][V][K]
-  bool asks = false;                // both forms: leaves at once where the other one has everything
-  bool dependent = false;           // launch with programmatic stream serialisation
+  // Both forms are in the call: leaves at once where the other one has everything. The fused form, which comes first, lets what
+  // follows begin when it has the plan.
+  bool asks = false;
+  bool dependent = false;  // launch with programmatic stream serialisation
 };
 
 void prepare_forward();  // attributes, once a device

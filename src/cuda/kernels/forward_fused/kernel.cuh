@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
   if (group == 0) {
     ptx::setmaxnreg_dec<Cfg::kRegsLoad>();
     ptx::grid_dependency_wait();
-    ptx::grid_dependency_launch();  // not sooner: where both forms are in a call, what follows looks at the plan at once
+    if (a.p.asks) ptx::grid_dependency_launch();  // not sooner: what follows looks at the plan without a wait of its own
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       if (threadIdx.x == 0) fused_load_role(a, sm);

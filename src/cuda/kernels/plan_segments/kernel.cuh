@@ -36,7 +36,8 @@ __device__ __forceinline__ int length_bucket(int32_t chunks) {
   return kBuckets - 2 - (4 * octave + quarter);
 }
 
-// Both forms: whether the call takes the fused one, and the chunk of a slot. All boundaries are asked for before one is looked at.
+// Both forms: whether the call takes the fused one, and the chunk of a slot. All boundaries are asked for before one is looked
+// at.
 struct FewSequences {
   int64_t at[qla::plan::kMostBothSeqs + 1];
   __device__ __forceinline__ explicit FewSequences(const Args& a) {
@@ -250,8 +251,7 @@ __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int 
     header.valid_tokens = !s.invalid;
     // padding belongs to the last range
     const int64_t tokens = a.cu_seqlens ? a.tokens : a.num_seqs * a.tokens;
-    const bool more =
-        a.ranges > 1 ? a.range + 1 < a.ranges : a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs;
+    const bool more = a.ranges > 1 ? a.range + 1 < a.ranges : a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs;
     header.end_token = more ? tokens : a.num_seqs > 0 ? boundary(a, a.num_seqs) : 0;
     *a.header = header;
   }

@@ -38,7 +38,8 @@ cudaError_t launch_with_gates(const Args& args, const gates::Args& gates, int mu
   gates::Args sized = gates;
   sized.parts = (gates.num_v_heads + gates::kHeads - 1) / gates::kHeads;
   const int ctas = plan_ctas(args, multiprocessors);
-  plan_and_gates<<<unsigned(int64_t(ctas) * std::max(args.ranges, 1) + int64_t(args.slots) * sized.parts), kThreads, 0, stream>>>(args, sized, ctas);
+  plan_and_gates<<<unsigned(int64_t(ctas) * std::max(args.ranges, 1) + int64_t(args.slots) * sized.parts), kThreads, 0, stream>>>(
+      args, sized, ctas);
   return cudaGetLastError();
 }
 
