@@ -18,8 +18,10 @@
 namespace qla::cuda::segments {
 
 __device__ __forceinline__ int64_t base_slot(const Span& span, int64_t n) { return span.bos / 64 + n; }
+// Parts: of a call with both forms, whose ranges have a part of each sequence. Not in the code of all other calls.
+template <bool Parts = false>
 __device__ __forceinline__ qla::plan::Run run_of(const Args& a, const Span& span, int64_t n) {
-  if (a.ranges <= 1) return qla::plan::run_in_range(base_slot(span, n), span.chunks(), a.first_slot, a.slots);
+  if (!Parts || a.ranges <= 1) return qla::plan::run_in_range(base_slot(span, n), span.chunks(), a.first_slot, a.slots);
   qla::plan::Run run = qla::plan::part_of_sequence(span.chunks(), a.range, a.ranges);
   run.slot = a.part_slot[n];
   if (run.chunks > a.slots - run.slot) {  // boundaries that overlap: not beyond the table
@@ -102,7 +104,7 @@ __device__ __forceinline__ ChunkRecord find_chunk(const Args& a, int64_t slot, c
 __device__ __forceinline__ ChunkRecord find_chunk_of_parts(const Args& a, int64_t slot) {
   for (int64_t n = 0; n < a.num_seqs; n++) {
     const Span span = span_of(a, n);
-    const qla::plan::Run run = run_of(a, span, n);
+    const qla::plan::Run run = run_of<true>(a, span, n);
     if (slot < run.slot || slot >= run.slot + run.chunks) continue;
     const int64_t token = span.bos + 64 * (run.first + slot - run.slot);
     return {token, int32_t(span.eos - token < 64 ? span.eos - token : 64), int32_t(n)};
@@ -110,10 +112,11 @@ __device__ __forceinline__ ChunkRecord find_chunk_of_parts(const Args& a, int64_
   return {0, 0, 0};
 }
 // chunk_table: a thread a slot
+template <bool Parts>
 __device__ __forceinline__ void write_chunks(const Args& a, const Shared& s, bool cached, int cta, int ctas) {
   const auto bos = [&](int64_t n) { return cached ? s.boundaries[n] : boundary(a, n); };
   for (int64_t at = int64_t(cta) * kThreads + threadIdx.x; at < a.slots; at += int64_t(ctas) * kThreads) {
-    const ChunkRecord record = a.ranges > 1 ? find_chunk_of_parts(a, at) : find_chunk(a, a.first_slot + at, bos);
+    const ChunkRecord record = Parts && a.ranges > 1 ? find_chunk_of_parts(a, at) : find_chunk(a, a.first_slot + at, bos);
     *reinterpret_cast<int4*>(a.chunk_table + at) = *reinterpret_cast<const int4*>(&record);
   }
 }
@@ -133,6 +136,7 @@ __device__ __forceinline__ int64_t block_inclusive_sum(int64_t x, int64_t* scan)
   return x;
 }
 
+template <bool Parts>
 __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t first, int64_t last) {
   // all lengths: how many lie in each bucket, and in front of this CTA's own
   for (int i = threadIdx.x; i < kBuckets; i += kThreads) s.before[i] = s.total[i] = 0;
@@ -141,7 +145,7 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
   int64_t chunks_before = 0, checkpoints_before = 0;
   for (int64_t n = threadIdx.x; n < a.num_seqs; n += kThreads) {
     const Span span = span_of(a, n);
-    const qla::plan::Run run = run_of(a, span, n);
+    const qla::plan::Run run = run_of<Parts>(a, span, n);
     const int bucket = length_bucket(run.chunks);
     const unsigned same = __match_any_sync(__activemask(), run.present ? bucket * 2 + (n < first) : -1);
     if (run.present && __ffs(int(same)) - 1 == int(threadIdx.x % 32)) {
@@ -175,7 +179,7 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
     int32_t place = -1;
     if (n < last) {
       span = span_of(a, n);
-      run = run_of(a, span, n);
+      run = run_of<Parts>(a, span, n);
       if (run.present) place = atomicAdd(&s.before[length_bucket(run.chunks)], 1);
     }
     const int64_t checkpoints = a.checkpoint_every_chunks ? (span.eos - span.bos) / (64 * int64_t(a.checkpoint_every_chunks)) : 0;
@@ -226,17 +230,18 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
 }
 
 // the work of CTA `cta` of `ctas`
+template <bool Parts = false>
 __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int ctas) {
   const bool cached = a.cu_seqlens && a.num_seqs <= kCachedSeqs;
   if (threadIdx.x == 0) s.invalid = 0;
   if (cached)
     for (int n = threadIdx.x; n <= a.num_seqs; n += kThreads) s.boundaries[n] = boundary(a, n);
   __syncthreads();
-  if (a.chunk_table) write_chunks(a, s, cached, cta, ctas);
+  if (!Parts || a.chunk_table) write_chunks<Parts>(a, s, cached, cta, ctas);
   if (a.items) {
     const int64_t each = (a.num_seqs + ctas - 1) / ctas, first = int64_t(cta) * each;
     const int64_t last = first + each < a.num_seqs ? first + each : a.num_seqs;
-    if (first < last) write_items(a, s, first, last);
+    if (first < last) write_items<Parts>(a, s, first, last);
   }
   if (cta != 0) return;
   if (a.cu_seqlens)
@@ -251,7 +256,7 @@ __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int 
     header.valid_tokens = !s.invalid;
     // padding belongs to the last range
     const int64_t tokens = a.cu_seqlens ? a.tokens : a.num_seqs * a.tokens;
-    const bool more = a.ranges > 1 ? a.range + 1 < a.ranges : a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs;
+    const bool more = Parts && a.ranges > 1 ? a.range + 1 < a.ranges : a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs;
     header.end_token = more ? tokens : a.num_seqs > 0 ? boundary(a, a.num_seqs) : 0;
     *a.header = header;
   }
@@ -282,7 +287,7 @@ __device__ __forceinline__ void plan_both(const Args& a, Shared& s, const FewSeq
 #pragma unroll
       for (int n = 0; n < qla::plan::kMostBothSeqs; n++) {
         own.part_slot[n] = slot;
-        slot = min(slot + qla::plan::part_of_sequence(few.span(n).chunks(), range, max(a.ranges, 1)).chunks, a.range_slots);
+        slot = min(slot + qla::plan::part_of_sequence(few.span(n).chunks(), range, a.ranges).chunks, a.range_slots);
       }
     }
   }
@@ -297,7 +302,7 @@ __device__ __forceinline__ void plan_both(const Args& a, Shared& s, const FewSeq
     for (int64_t i = threadIdx.x; i < a.num_seqs * a.num_v_heads * int64_t(sizeof(WorkItem) / 16); i += kThreads)
       reinterpret_cast<int4*>(a.fused_items)[i] = make_int4(0, 0, 0, 0);
   __syncthreads();
-  if (!fused || range == 0) plan_cta(s.own, s, cta, ctas);
+  if (!fused || range == 0) plan_cta<true>(s.own, s, cta, ctas);
 }
 
 __global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant__ Args a) {
@@ -306,28 +311,35 @@ __global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant_
   plan_cta(a, s, int(blockIdx.x), int(gridDim.x));
 }
 
-// The same in the first `plan_ctas` (both forms: in so many for each range), and in the others the gate vectors of the fused
-// forward: a CTA a (slot, part of the heads).
+// The same in the first `plan_ctas`, and in the others the gate vectors of the fused forward: a CTA a (slot, part of the heads).
+union PlanOrGates {
+  Shared plan;
+  gates::Shared gates;
+};
 __global__ void __launch_bounds__(kThreads)
     plan_and_gates(const __grid_constant__ Args a, const __grid_constant__ gates::Args g, int plan_ctas) {
-  __shared__ union {
-    Shared plan;
-    gates::Shared gates;
-  } s;
+  __shared__ PlanOrGates s;
   ptx::grid_dependency_launch();
-  const int table_ctas = plan_ctas * max(a.ranges, 1), unit = int(blockIdx.x) - table_ctas, slot = unit / g.parts;
-  ChunkRecord record;
-  if (a.fused_chunks) {
-    const FewSequences few(a);
-    const bool fused = few.takes_fused(a);
-    if (unit < 0) return plan_both(a, s.plan, few, fused, int(blockIdx.x) / plan_ctas, int(blockIdx.x) % plan_ctas, plan_ctas);
-    if (!fused) return;
-    record = few.chunk(a, slot);
+  if (int(blockIdx.x) < plan_ctas) {
+    plan_cta(a, s.plan, int(blockIdx.x), plan_ctas);
   } else {
-    if (unit < 0) return plan_cta(a, s.plan, int(blockIdx.x), plan_ctas);
-    record = find_chunk(a, slot, [&](int64_t n) { return boundary(a, n); });
+    const int unit = int(blockIdx.x) - plan_ctas, slot = unit / g.parts;
+    const ChunkRecord record = find_chunk(a, slot, [&](int64_t n) { return boundary(a, n); });
+    gates::write_vectors(g, s.gates, record, slot, unit - slot * g.parts);
   }
-  gates::write_vectors(g, s.gates, record, slot, unit - slot * g.parts);
+}
+// .. of a call with both forms: `plan_ctas` for each range, and gate vectors where the fused form takes the call.
+__global__ void __launch_bounds__(kThreads)
+    plan_both_and_gates(const __grid_constant__ Args a, const __grid_constant__ gates::Args g, int plan_ctas) {
+  __shared__ PlanOrGates s;
+  ptx::grid_dependency_launch();
+  const FewSequences few(a);
+  const bool fused = few.takes_fused(a);
+  const int unit = int(blockIdx.x) - plan_ctas * a.ranges, slot = unit / g.parts;
+  if (unit < 0)
+    plan_both(a, s.plan, few, fused, int(blockIdx.x) / plan_ctas, int(blockIdx.x) % plan_ctas, plan_ctas);
+  else if (fused)
+    gates::write_vectors(g, s.gates, few.chunk(a, slot), slot, unit - slot * g.parts);
 }
 
 }  // namespace qla::cuda::segments

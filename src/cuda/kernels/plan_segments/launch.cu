@@ -38,8 +38,11 @@ cudaError_t launch_with_gates(const Args& args, const gates::Args& gates, int mu
   gates::Args sized = gates;
   sized.parts = (gates.num_v_heads + gates::kHeads - 1) / gates::kHeads;
   const int ctas = plan_ctas(args, multiprocessors);
-  plan_and_gates<<<unsigned(int64_t(ctas) * std::max(args.ranges, 1) + int64_t(args.slots) * sized.parts), kThreads, 0, stream>>>(
-      args, sized, ctas);
+  const int64_t gate_ctas = int64_t(args.slots) * sized.parts;
+  if (args.fused_chunks)
+    plan_both_and_gates<<<unsigned(int64_t(ctas) * args.ranges + gate_ctas), kThreads, 0, stream>>>(args, sized, ctas);
+  else
+    plan_and_gates<<<unsigned(ctas + gate_ctas), kThreads, 0, stream>>>(args, sized, ctas);
   return cudaGetLastError();
 }
 
