@@ -42,8 +42,10 @@ QLA_HD inline Run run_in_range(int64_t base, int32_t chunks, int64_t first_slot,
 QLA_HD inline Run part_of_sequence(int32_t chunks, int32_t range, int32_t ranges) {
   Run run;
   const auto all = static_cast<uint32_t>(chunks), of = static_cast<uint32_t>(ranges);
-  run.first = static_cast<int32_t>(all * static_cast<uint32_t>(range) / of);
-  const auto end = static_cast<int32_t>(all * static_cast<uint32_t>(range + 1) / of);
+  // fewer chunks than ranges: one each, from the first range on (what is handed over lies there for the next range alone)
+  const auto before = [&](uint32_t r) { return static_cast<int32_t>(all < of ? (r < all ? r : all) : all * r / of); };
+  run.first = before(static_cast<uint32_t>(range));
+  const int32_t end = before(static_cast<uint32_t>(range) + 1);
   run.chunks = end - run.first;
   run.present = chunks > 0 ? run.chunks > 0 : range == 0;
   run.goes_on = end < chunks;

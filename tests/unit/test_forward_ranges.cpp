@@ -60,14 +60,16 @@ TEST(Ranges, PartsOfASequence) {
   for (const int32_t chunks : {0, 1, 2, 3, 5, 64, 449, 1 << 25})
     for (const int32_t ranges : {2, 3, 4, 7}) {
       SCOPED_TRACE(std::to_string(chunks) + " chunks in " + std::to_string(ranges) + " ranges");
-      int32_t walked = 0, present = 0, shortest = chunks, longest = 0;
+      int32_t walked = 0, present = 0, shortest = chunks, longest = 0, first_present = 0;
       for (int32_t range = 0; range < ranges; ++range) {
         const plan::Run run = plan::part_of_sequence(chunks, range, ranges);
         EXPECT_EQ(run.first, walked);
         EXPECT_EQ(run.continued(), walked > 0);
         walked += run.chunks;
+        EXPECT_EQ(run.goes_on, walked < chunks);
         if (run.present) {
-          EXPECT_EQ(run.goes_on, walked < chunks);
+          if (present == 0) first_present = range;
+          EXPECT_EQ(present, range - first_present);  // no range between two that hand a state over
         }
         EXPECT_EQ(run.present, chunks > 0 ? run.chunks > 0 : range == 0);
         present += run.present;
