@@ -23,6 +23,7 @@ struct Case {
   double beta_low = 0.05, beta_high = 0.95;
   double scale = 0.08838834764831845;
   bool zero_rows = false;  // q and k of token 17, head 1 are 0
+  int ctas = 132;          // of chunk_grads
 };
 
 struct Problem {
