@@ -3,7 +3,7 @@
 //
 // Gate and beta lie [token][head]: a thread decodes row t / 8 of heads t % 8 + 8 i, so that a warp touches 4 rows and not 32, and
 // hands them over in shared memory; then a warp has heads w and w + 16, a lane rows 2 lane and 2 lane + 1.
-// Tail: raw gate and beta are 0 in rows past the end. Not here: norms (a call that normalises goes the other way).
+// Tail: raw gate and beta are 0 in rows past the end. Not here: norms, which the fused kernel multiplies in.
 #pragma once
 
 #include "cuda/kernels/chunk_gates/rows.cuh"

@@ -3,6 +3,7 @@
 //   grid: persistent; item = (chunk slot, q/k head). q-k normalisation: raw Q, K are the operands, the norms ride on the row
 //   factors; dq, dk of the raw rows: u - r^2 x <x, u>, where u = r * (gradient of the normalised row), once at the store.
 //
+// clang-format off
 // Roles      warps  regs  owns                       per value head
 //   query    0-3    224   dQ 64 x 128 fp32           dQ += q_scale (dO S^T), a_i of q; J, Q K^T, scores -> M = dP with norms;
 //                                                    dQ += M K
@@ -11,8 +12,7 @@
 //   dot      8-9    56    -                          <S, dS+>; beside the product warps that have the fewest blocks
 //   load     10     56    -                          issues all loads but K, Q
 //   finish   11     56    -                          (B11) and (B10) from the parts of the others, stores dg, dbeta; loads K, Q
-//   of
-//                                                    the next item
+//                                                    of the next item
 //
 // Edges              from -> to                   count        guards
 //   kq               finish -> query, key         1 + tx / 8   s_kq: K, Q of an item
@@ -28,11 +28,15 @@
 //
 // SMEM            KiB  stages    life: one value head unless said otherwise
 //   s_kq           32   1        K, Q panels (64 columns each): an item; the next item's products with S start without them
-//   s_token        96   2 x 48   Delta: J, Delta dS+^T, Z; dO: J, dO S^T; dR: dR S^T, Z. All free after Z; the next head's are
-//   there by then s_state        32   2 x 16   S, v < 64 / v >= 64: dO S^T, dR S^T, dot s_d_state      32   2 x 16   dS+, the
-//   same: Delta dS+^T, dot s_m             8   1        M: query's scores -> key's M^T operand s_x             8   1        X:
-//   key's scores -> key's X^T operand s_vec           4   2        gate vectors s_part         10   2        parts of dg, dbeta
+//   s_token        96   2 x 48   Delta: J, Delta dS+^T, Z; dO: J, dO S^T; dR: dR S^T, Z. All free after Z; the next head's are there by then
+//   s_state        32   2 x 16   S, v < 64 / v >= 64: dO S^T, dR S^T, dot
+//   s_d_state      32   2 x 16   dS+, the same: Delta dS+^T, dot
+//   s_m             8   1        M: query's scores -> key's M^T operand
+//   s_x             8   1        X: key's scores -> key's X^T operand
+//   s_vec           4   2        gate vectors
+//   s_part         10   2        parts of dg, dbeta
 //   total         222   of 227
+// clang-format on
 #pragma once
 
 #include "cuda/kernels/chunk_grads/role_aux.cuh"
