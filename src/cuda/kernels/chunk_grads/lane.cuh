@@ -38,23 +38,47 @@ struct Maps {
 // The items of a CTA in order, the same for every role: chunks from both ends in turn. The passes have written S of the last ones
 // and dS+ of the first ones last, and some of that is in L2 still.
 struct Item {
-  int index, rows;
-  __device__ __forceinline__ explicit Item(const Params& p) : index(int(blockIdx.x) - int(gridDim.x)), rows(0) {}
-  __device__ __forceinline__ int slot(const Params& p) const {
-    const int n = int(uint32_t(index) / uint32_t(p.num_k_heads));
-    return p.first_slot + (n % 2 ? p.num_slots - 1 - n / 2 : n / 2);
-  }
+  int index, rows = 0, token = 0;  // token: over [B * T], the host checks that it fits
+  __device__ __forceinline__ explicit Item(const Params& p) : index(int(blockIdx.x) - int(gridDim.x)) {}
+  __device__ __forceinline__ int slot(const Params& p) const { return slot_of(p, index); }
   __device__ __forceinline__ int k_head(const Params& p) const { return int(uint32_t(index) % uint32_t(p.num_k_heads)); }
-  __device__ __forceinline__ int token(const Params& p) const {
-    return int(p.chunks[slot(p)].token);
-  }  // the host checks that B T fits
   __device__ __forceinline__ bool next(const Params& p) {
     do {
       index += gridDim.x;
       if (index >= p.num_slots * p.num_k_heads) return false;
-      rows = p.chunks[slot(p)].rows;
+      look(p, index, token, rows);
     } while (rows <= 0);
     return true;
+  }
+
+ protected:
+  __device__ __forceinline__ static int slot_of(const Params& p, int index) {
+    const int n = int(uint32_t(index) / uint32_t(p.num_k_heads));
+    return p.first_slot + (n % 2 ? p.num_slots - 1 - n / 2 : n / 2);
+  }
+  __device__ __forceinline__ static void look(const Params& p, int index, int& token, int& rows) {
+    const int4 record = *reinterpret_cast<const int4*>(p.chunks + slot_of(p, index));
+    token = record.x, rows = record.z;
+  }
+};
+// .. with the next item's record asked for an item before it is needed: where loads queue for memory it takes 2 us to come
+struct ForeseenItem : Item {
+  int rows_ahead = 0, token_ahead = 0;
+  __device__ __forceinline__ explicit ForeseenItem(const Params& p) : Item(p) { look_ahead(p); }
+  __device__ __forceinline__ bool next(const Params& p) {
+    do {
+      index += gridDim.x;
+      if (index >= p.num_slots * p.num_k_heads) return false;
+      rows = rows_ahead, token = token_ahead;
+      look_ahead(p);
+    } while (rows <= 0);
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void look_ahead(const Params& p) {
+    const int ahead = index + int(gridDim.x);
+    if (ahead < p.num_slots * p.num_k_heads) look(p, ahead, token_ahead, rows_ahead);
   }
 };
 

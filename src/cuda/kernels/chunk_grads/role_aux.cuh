@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/kernels/backward_rows/padding.cuh"
-#include "cuda/kernels/chunk_grads/lane.cuh"
+#include "cuda/kernels/chunk_grads/products.cuh"
 #include "cuda/kernels/chunk_grads/scores.cuh"
 #include "cuda/kernels/chunk_grads/store.cuh"
 
@@ -10,8 +10,8 @@ namespace qla::cuda::chunk_grads {
 
 __device__ __forceinline__ void load_rows_tile(const Params& p, const Item& it, uint32_t dst, const CUtensorMap* map, int head,
                                                uint32_t bar) {
-  const int token = it.token(p), batch = int(uint32_t(token) / uint32_t(p.rows_per_batch)),
-            row = int(uint32_t(token) % uint32_t(p.rows_per_batch));
+  const int batch = int(uint32_t(it.token) / uint32_t(p.rows_per_batch)),
+            row = int(uint32_t(it.token) % uint32_t(p.rows_per_batch));
   ptx::tensor_load_4d(dst, map, 0, head, row, batch, bar);
   ptx::tensor_load_4d(dst + kTile / 2, map, 64, head, row, batch, bar);
 }
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool completed(uint32_t bar, uint32_t parity) {
 
 // One of the loader's three streams: the value head whose tiles come next.
 struct Stream {
-  Item it;
+  ForeseenItem it;
   int group_head = 0;
   uint32_t n = 0;  // heads done
   int half = 0;    // of its snapshot
@@ -76,12 +76,15 @@ __device__ __forceinline__ void load_role(const Params& p, const Maps& maps, Lan
   }
 }
 
-// <S, dS+> of a head: the two tiles lie alike, so their layout does not matter. At the end the rows past the last sequence.
+// <S, dS+> of a head: the two tiles lie alike, so their layout does not matter. By mma.sync, whose operands are the words as they
+// are loaded: a lane's first and third one are in row lane / 4 of the left operand, the others in row 8 + lane / 4, and the same
+// ones of the right tile in column lane / 4. The sums on these two diagonals are wanted, the others are not looked at. A sixth of
+// the instructions that products of unpacked floats take. At the end the rows past the last sequence.
 template <typename T>
 __device__ __forceinline__ void dot_role(const Params& p, Lane w) {
-  for (Item it(p); it.next(p);)
+  for (ForeseenItem it(p); it.next(p);)
     for (int head = 0; head < p.group; head++, w.n++) {
-      float sum[4] = {0.f, 0.f, 0.f, 0.f};
+      float upper[4] = {0.f, 0.f, 0.f, 0.f}, lower[4] = {0.f, 0.f, 0.f, 0.f};
       for (int half = 0; half < 2; half++) {
         w.wait_full(kState0 + half);
         w.wait_full(kDState0 + half);
@@ -89,18 +92,14 @@ __device__ __forceinline__ void dot_role(const Params& p, Lane w) {
 #pragma unroll 4
         for (int i = 0; i < kTile; i += 1024) {
           const uint4 x = ptx::lds4u(a + i), y = ptx::lds4u(b + i);
-          const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            const float2 u = unpack<T>(xs[k]), v = unpack<T>(ys[k]);
-            sum[k] += u.x * v.x;
-            sum[k] += u.y * v.y;
-          }
+          ptx::mma_m16n8k16<T>(upper, x.x, x.y, x.z, x.w, y.x, y.z);
+          ptx::mma_m16n8k16<T>(lower, x.x, x.y, x.z, x.w, y.y, y.w);
         }
         w.arrive(w.empty(kState0 + half));
         w.arrive(w.empty(kDState0 + half));
       }
-      const float total = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+      const int row = w.lane / 4, column = w.lane % 4 * 2;
+      const float total = warp_sum(row == column ? upper[0] + lower[2] : row == column + 1 ? upper[1] + lower[3] : 0.f);
       w.wait_empty2(kPart0);
       if (w.lane == 0) ptx::sts(w.s_part() + (kXdot + w.warp) * 4, total);
       w.arrive(w.full(kPart0 + w.n % 2));
@@ -138,17 +137,17 @@ __device__ __forceinline__ void finish_role(const Params& p, const Maps& maps, L
   for (bool more = true; more; it = ahead) {
     more = ahead.next(p);
     for (int g = 0; g < p.group; g++, w.n++) {
-      const int head = it.k_head(p) * p.group + g, heads = p.num_k_heads * p.group, t = 2 * w.lane;
+      forget(w.lane);
       w.wait_full2(kVec0);
       w.wait_full2(kPart0);
-      const uint32_t vec = w.s_vec() + t * 4, part = w.s_part() + t * 4;
+      const uint32_t vec = w.s_vec() + w.lane * 8, part = w.s_part() + w.lane * 8;  // rows 2 lane and + 1
       const float2 beta = ptx::lds2(vec + kVecBeta * 4), aq = ptx::lds2(part + kXaQ * 4), ak = ptx::lds2(part + kXaK * 4),
                    e = ptx::lds2(part + kXe * 4);
       const float gamma_c = ptx::lds(w.s_vec() + (kVecGamma + 63) * 4);
       const float2 dots = ptx::lds2(w.s_part() + kXdot * 4);
       float dg[2] = {0.f, 0.f}, db[2] = {e.x, e.y};
-      gather_sums(w.s_part() + kXquery * 4, beta, w.lane, dg, db);
-      gather_sums(w.s_part() + kXkey * 4, beta, w.lane, dg, db);
+#pragma unroll 1  // code that runs once a head costs more to fetch than to loop
+      for (int sums = kXquery; sums <= kXkey; sums += kSumFloats) gather_sums(w.s_part() + sums * 4, beta, w.lane, dg, db);
       w.arrive(w.empty(kPart0 + w.n % 2));
       w.arrive(w.empty(kVec0 + w.n % 2));
       if (more && g + 1 == p.group) load_kq(ahead);
@@ -161,31 +160,33 @@ __device__ __forceinline__ void finish_role(const Params& p, const Maps& maps, L
       dg[0] += (a0 + suffix) + prefix + whole;
       dg[1] += suffix + (prefix + e0) + whole;
 
+      const int head = it.k_head(p) * p.group + g, heads = p.num_k_heads * p.group, t = 2 * w.lane;
       const GateRule rule(p, head);
       float share[2] = {0.f, 0.f};  // of dA_log, ddt_bias
-#pragma unroll
+#pragma unroll 1
       for (int c = 0; c < 2; c++) {
-        if (t + c >= it.rows) continue;
-        const int token = it.token(p) + t + c;
+        if (t + c >= it.rows) break;
+        float d_gate = c ? dg[1] : dg[0], d_beta = c ? db[1] : db[0];
+        const int token = it.token + t + c;
         const int64_t b = uint32_t(token) / uint32_t(p.tokens), row = uint32_t(token) % uint32_t(p.tokens);
         if (p.raw_gate.data != nullptr) {  // log gate = a softplus(x), x = raw + bias
           const float x =
               load_scalar(p.raw_gate, b * p.raw_gate.stride_b + row * p.raw_gate.stride_t + head * p.raw_gate.stride_h) +
               rule.bias;
           const float softplus = x > 20.f ? x : log1pf(expf(x));
-          share[0] += dg[c] * rule.a * softplus;
-          dg[c] *= rule.a / (1.f + expf(-x));
-          share[1] += dg[c];
+          share[0] += d_gate * rule.a * softplus;
+          d_gate *= rule.a / (1.f + expf(-x));
+          share[1] += d_gate;
         }
         if (p.beta_logits.data != nullptr) {  // beta = beta_max sigmoid(x)
           const float x = load_scalar(p.beta_logits,
                                       b * p.beta_logits.stride_b + row * p.beta_logits.stride_t + head * p.beta_logits.stride_h);
           const float near = expf(-fabsf(x));
-          db[c] *= p.beta_max * near / ((1.f + near) * (1.f + near));
+          d_beta *= p.beta_max * near / ((1.f + near) * (1.f + near));
         }
-        if (p.dg.data != nullptr) store_scalar(p.dg, b * p.dg.stride_b + row * p.dg.stride_t + head * p.dg.stride_h, dg[c]);
+        if (p.dg.data != nullptr) store_scalar(p.dg, b * p.dg.stride_b + row * p.dg.stride_t + head * p.dg.stride_h, d_gate);
         if (p.dbeta.data != nullptr)
-          store_scalar(p.dbeta, b * p.dbeta.stride_b + row * p.dbeta.stride_t + head * p.dbeta.stride_h, db[c]);
+          store_scalar(p.dbeta, b * p.dbeta.stride_b + row * p.dbeta.stride_t + head * p.dbeta.stride_h, d_beta);
       }
       if (p.gate_partials != nullptr) {
         const float da = warp_sum(share[0]), dbias = warp_sum(share[1]);

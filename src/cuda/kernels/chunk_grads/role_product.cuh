@@ -22,7 +22,7 @@ template <typename T>
 __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool key) {
   const uint32_t s_m = w.base + offsetof(Smem, m), s_x = w.base + offsetof(Smem, x), s_k = w.s_k(), s_q = w.s_q();
   const uint32_t s_rows = key ? s_k : s_q;
-  for (Item it(p); it.next(p);) {
+  for (ForeseenItem it(p); it.next(p);) {
     float sum[64], norm[2];  // dQ or dK, and rq or rk of this lane's rows
 #pragma unroll
     for (int i = 0; i < 64; i++) sum[i] = 0.f;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
     forget(w.lane);
     if (p.qk_norm) unnormalise<T>(sum, s_rows, norm, w.warp, w.lane);
     w.arrive(w.empty(kKq));
-    store_rows(key ? p.dk : p.dq, it.token(p), it.rows, it.k_head(p), p.tokens, sum, w.warp, w.lane);
+    store_rows(key ? p.dk : p.dq, it.token, it.rows, it.k_head(p), p.tokens, sum, w.warp, w.lane);
   }
 }
 

@@ -26,8 +26,8 @@ __device__ __forceinline__ void halve(float (&x)[N], int lane) {
     x[i] = (lane & Mask ? high : low) + __shfl_xor_sync(~0u, lane & Mask ? low : high, Mask);
   }
 }
-// 16 column values of each lane (index 4 b + 2 n + c: column 16 b + 8 n + 2 (lane % 4) + c of 64) summed over the warp's rows, all
-// at once: three exchanges one behind the other instead of three a block. Lane 4 r + q stores the columns 8 r + 2 q and + 1.
+// 16 column values of each lane (index 4 b + 2 n + c: column 16 b + 8 n + 2 (lane % 4) + c of 64) summed over the warp's rows,
+// all at once: three exchanges one behind the other instead of three a block. Lane 4 r + q stores the columns 8 r + 2 q and + 1.
 __device__ __forceinline__ void store_column_sums(float (&x)[16], uint32_t out, int lane) {
   halve<8, 16>(x, lane);
   halve<4, 8>(x, lane);
@@ -96,10 +96,16 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
   float columns[16];  // of Y', all blocks
 #pragma unroll
   for (int i = 0; i < 16; i++) columns[i] = 0.f;
+  // Off the diagonal block the gate has two factors, both at most 1: exp2(g_i - g_m) exp2(g_m - g_j), m the warp's first row.
+  const float g_first = ptx::lds(vec + (kVecG + 16 * warp) * 4);
+  const float r[2] = {row_factor[0] * exp2_approx(g_row[0] - g_first), row_factor[1] * exp2_approx(g_row[1] - g_first)};
 #pragma unroll
   for (int kb = 0; kb < 3; kb++) {
     if (kb >= warp) break;
     const ScoreColumns c(vec, kb, lane);
+    float near[4], weight[4];  // the column's factor, without and with beta
+#pragma unroll
+    for (int j = 0; j < 4; j++) near[j] = exp2_approx(g_first - c.g[j]) * c.rk[j], weight[j] = near[j] * c.beta[j];
     float sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < 2; n++)
@@ -109,14 +115,16 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int at = 8 * kb + 4 * n + 2 * h + e, j = 2 * n + e;
-          x[e] = row_factor[h] * exp2_approx(g_row[h] - c.g[j]) * (acc[at] * c.rk[j]);
+          x[e] = r[h] * acc[at];
           columns[4 * kb + j] += x[e] * pair[at];
-          x[e] *= c.beta[j];
+          x[e] *= weight[j];
           sum[h] += x[e] * pair[at];
         }
         operand[4 * kb + 2 * n + h] =
             pack<T>(in_range<T>(x[0], pair[8 * kb + 4 * n + 2 * h]), in_range<T>(x[1], pair[8 * kb + 4 * n + 2 * h + 1]));
       }
+#pragma unroll
+    for (int j = 0; j < 4; j++) columns[4 * kb + j] *= near[j];
     left[0] += sum[0];
     left[1] += sum[1];
     if (warp - kb >= 2) {
