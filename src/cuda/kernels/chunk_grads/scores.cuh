@@ -96,7 +96,8 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
   float columns[16];  // of Y', all blocks
 #pragma unroll
   for (int i = 0; i < 16; i++) columns[i] = 0.f;
-  // Off the diagonal block the gate has two factors, both at most 1: exp2(g_i - g_m) exp2(g_m - g_j), m the warp's first row.
+  // Off the diagonal block the gate has two factors: exp2(g_i - g_m) exp2(g_m - g_j), m the warp's first row. Log gates are not
+  // positive, so both are at most 1, and where one underflows the product does.
   const float g_first = ptx::lds(vec + (kVecG + 16 * warp) * 4);
   const float r[2] = {row_factor[0] * exp2_approx(g_row[0] - g_first), row_factor[1] * exp2_approx(g_row[1] - g_first)};
 #pragma unroll
