@@ -33,10 +33,8 @@
 // SMEM          KiB
 //   K, Q        3 x 34     K rows then Q rows in each of two 64-column panels | cumulated gate, beta, gamma, q_scale, e_scale (rk, q)
 //   Abar, Pg    2 x 16     lower blocks under standing zeros, 32-byte swizzle (formats.hpp)
-//   zeros       2          vectors of the rehearsal
 //   exchange    14         the inverse's operands (math/tril_inverse.cuh)
 //   V           3 x 16     O takes its place
-//   zeros       16         V of the rehearsal
 // clang-format on
 //
 // Tail: rows past the end in a sequence's last chunk belong to others or are padding (NaN perhaps): zeroed in K, Q, V before use;
@@ -65,7 +63,7 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
       for (int part = 0; part < Cfg::kParts; part++) ptx::mbarrier_init(sm.out_full(part, s), 4);
     }
     ptx::mbarrier_init(sm.gates_ready(), 4 * Cfg::kParts);
-    for (int s = 0; s <= Cfg::kStages; s++) ptx::mbarrier_init(sm.normed(s), 4);
+    for (int s = 0; s < Cfg::kStages; s++) ptx::mbarrier_init(sm.normed(s), 4);
     ptx::mbarrier_init(sm.first_gates(), 1);
     ptx::mbarrier_init(sm.state_full(), 1);
     ptx::mbarrier_init(sm.state_taken(), 4 * Cfg::kParts);
@@ -73,10 +71,9 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
   } else if (threadIdx.x == 32) {
     for (const CUtensorMap* map : {&a.k, &a.q, &a.v, &a.o}) ptx::tensor_prefetch_map(map);
   }
-  // zeros that stay: above the diagonals of the tiles, and in the exchange memory; the rehearsal's
+  // zeros that stay: above the diagonals of the tiles, and in the exchange memory
   for (int i = threadIdx.x; i < (Cfg::kOffItems - Cfg::kOffPairs) / 16; i += Cfg::kThreads)
     ptx::sts4u(sm.base + Cfg::kOffPairs + 16 * i, 0, 0, 0, 0);
-  for (int i = threadIdx.x; i < Cfg::kVBytes / 16; i += Cfg::kThreads) ptx::sts4u(sm.v_stage(Cfg::kStages) + 16 * i, 0, 0, 0, 0);
   ptx::proxy_fence();
   __syncthreads();
   const int group = threadIdx.x / 128;

@@ -238,59 +238,153 @@ __device__ __forceinline__ void put_norms(uint32_t stage, float scale, int tid) 
   }
 }
 
+// k16 steps From .. To - 1 of K K^T (Other = 0) or K Q^T (8192: Q's rows lie behind K's)
+template <typename T, int From, int To, int Other>
+__device__ __forceinline__ void score_products(float (&acc)[64], uint64_t kq) {
+  float(&d)[32] = reinterpret_cast<float(&)[32]>(acc[Other ? 32 : 0]);
+#pragma unroll
+  for (int w = From; w < To; w++) {
+    const uint64_t k = advance(kq, w / 4 * FusedConfig::kPanelBytes + w % 4 * 32);
+    ptx::wgmma_ss<T, 0>(d, k, advance(k, Other), w > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// tril::off_diagonal_blocks with the next chunk's K K^T between its products, whose chain leaves the tensor cores idle; after it
+// all products are done
+template <typename T, bool Norm>
+__device__ __forceinline__ bool blocks_and_scores(float (&acc)[64], const IntraChunk& x, uint32_t next_stage, int warp,
+                                                  const tril::Lane& at, int barrier) {
+  const uint32_t tile = x.abar, ex = x.ex;
+  const uint64_t next = descriptor_k_major(next_stage);
+  using namespace tril;
+  using ptx::wgmma_rs;
+  const uint64_t p = descriptor_k_major(ex + kExP), q = descriptor_k_major(ex + kExQ);
+  uint32_t ta[8], f[4];
+  float z1[8], z2[16], z3[16], size = 0.f;
+  const uint32_t from = warp == 0 ? at.exchange + kExQ + 2048 : (at.exchange ^ 64) + (warp == 1 ? kExQ : kExP);
+  ptx::ldmatrix_x4_trans(ex + from, f[0], f[1], f[2], f[3]);  // T_warp^T (of warp 3: not used)
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    ta[i] = warp ? 0 : f[i];
+    ta[4 + i] = warp ? f[i] : 0;
+  }
+  ptx::wgmma_fence();  // T0^T U01, T2^T U23
+#pragma unroll
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z1, ta + 4 * k, advance(q, 32 * k), k > 0);
+  ptx::wgmma_commit();
+  score_products<T, 0, 2, 0>(acc, next);
+  ptx::wgmma_wait<1>();
+#pragma unroll
+  for (int i = 0; i < 4; i++) f[i] = pack<__half>(z1[2 * i], z1[2 * i + 1]);
+  ptx::wgmma_fence();  // .. T1^T, T3^T
+  wgmma_rs<__half, 0>(z2, f, advance(q, 64), 0);
+  ptx::wgmma_commit();
+  score_products<T, 2, 5, 0>(acc, next);
+  ptx::wgmma_wait<1>();
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t a10 = pack<__half>(z2[2 * i], z2[2 * i + 1]);
+    ta[4 + i] = warp ? ta[4 + i] : a10;
+  }
+  if (warp == 0) {
+    store_block<T>(tile + tile_block<true>(1, 0) + at.tile, z2);
+    size = sum_of_sizes(z2);
+  }
+  if (warp == 2) {
+    store_block<__half>(ex + kExP + 2048 + (at.exchange ^ 64), z2 + 8);
+    store_block<T>(tile + tile_block<true>(3, 2) + at.tile, z2 + 8);
+    size = sum_of_sizes(z2 + 8);
+  }
+  ptx::wgmma_fence();  // Ta^T U[0:2,2:4]
+#pragma unroll
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, advance(p, 32 * k), k > 0);
+  ptx::wgmma_commit();
+  score_products<T, 5, 8, 0>(acc, next);
+  if (warp == 2) ptx::proxy_fence();
+  ptx::wgmma_wait<1>();
+  ptx::named_sync(barrier, 128);
+#pragma unroll
+  for (int i = 0; i < 8; i++) ta[i] = pack<__half>(z3[2 * i], z3[2 * i + 1]);
+  ptx::wgmma_fence();  // .. Tb^T
+#pragma unroll
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, advance(p, 64 + 32 * k), k > 0);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait();
+  if (warp < 2) {
+    store_block<T>(tile + tile_block<true>(2, warp) + at.tile, z2);
+    store_block<T>(tile + tile_block<true>(3, warp) + at.tile, z2 + 8);
+    size += sum_of_sizes(z2) + sum_of_sizes(z2 + 8);
+  }
+  return !(size < kLargest);
+}
+
 template <typename T, bool Norm>
 __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& sm) {
-  const int warp = threadIdx.x / 32 % 4;
   tril::Lane at(threadIdx.x % 32);
   const auto tiles = sm.tiles();
   const auto pairs = sm.pairs();
-  FusedWalk walk = FusedWalk::rehearsal(0);
+  FusedWalk walk;
+  float acc[64];
+  bool alone = true;  // a CTA's first chunk does not wait for the second one's tiles, which come late in a direct launch
   for (;;) {
-#pragma unroll 1
-    while (walk.more()) {
-      ptx::mbarrier_wait(tiles.full(walk.stage), walk.phase());
+    if (!walk.more()) {
+      ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
+      if (!slot::valid(sm.slot_address(walk.slot()))) break;
+      walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
+      if (a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
+      __syncwarp();
+      if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
+      if (!walk.more()) {
+        walk.next_item();
+        continue;
+      }
+    }
+    ptx::mbarrier_wait(tiles.full(walk.stage), walk.phase());
+    {
       const uint32_t stage = uniform(sm.stage(walk.stage));
+      const uint64_t kq = descriptor_k_major(stage);
+      ptx::wgmma_fence();
+      score_products<T, 0, 8, 0>(acc, kq);
+      score_products<T, 0, 8, 8192>(acc, kq);
+      ptx::wgmma_wait();
+    }
+#pragma unroll 1
+    do {
+      const uint32_t stage = uniform(sm.stage(walk.stage));
+      const int warp = int(uniform(thread_in_group() / 32));
       asm volatile("" : "+r"(at.tile), "+r"(at.exchange));  // sums with them are not kept over a chunk
       int lane = threadIdx.x % 32;
       asm volatile("" : "+r"(lane));
       IntraChunk x{stage + FusedConfig::kOffVec, uniform(sm.pair(walk.pair())), sm.exchange(), a.p.scale, lane, at, {}, {}, {}};
-      const uint64_t kq = descriptor_k_major(stage);
-      float acc[64];
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int w = 0; w < 8; w++) {
-        const uint64_t d = advance(kq, w / 4 * FusedConfig::kPanelBytes + w % 4 * 32);
-        ptx::wgmma_ss<T, 0>(acc, d, d, w > 0);
-      }
-      ptx::wgmma_commit();
       if constexpr (Norm) {
         put_norms<T>(stage, a.p.scale, thread_in_group());
         ptx::named_sync(kIntraBarrier + 4, 128);
-        if (thread_in_group() % 32 == 0 && !walk.rehearses()) ptx::mbarrier_arrive(sm.normed(walk.stage));
+        if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.normed(walk.stage));
       }
       load_gates(x, warp);
-      ptx::wgmma_wait();
       const uint32_t empty = pairs.empty(walk.pair()), parity = walk.pair_phase() ^ 1;
       gates_and_diagonals<T, Norm>(acc, x, warp, empty, parity);
+      const int next = walk.stage + 1 == FusedConfig::kStages ? 0 : walk.stage + 1;
+      // They are there or on their way: the pair was free, so the stage of two chunks ago is. Without a next chunk the products
+      // are of whatever lies there, for nothing.
+      alone = alone || walk.bits < 64;
+      if (!alone) ptx::mbarrier_wait(tiles.full(next), walk.phase() ^ uint32_t(next == 0));
       ptx::proxy_fence();
       ptx::named_sync(kIntraBarrier + 1, 128);
-      const bool poison = tril::off_diagonal_blocks<T, true>(x.abar, x.ex, warp, at, kIntraBarrier + 2);
+      const uint32_t next_stage = uniform(sm.stage(next));
+      const bool poison = blocks_and_scores<T, Norm>(acc, x, next_stage, warp, at, kIntraBarrier + 2);
       ptx::proxy_fence();
       if (any_of_128(kIntraBarrier + 3, poison)) [[unlikely]]
         redo_guarded<T, Norm>(x, stage, thread_in_group());
-      if (thread_in_group() % 32 == 0 && !walk.rehearses()) ptx::mbarrier_arrive(pairs.full(walk.pair()));
+      if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(pairs.full(walk.pair()));
+      ptx::wgmma_fence();
+      score_products<T, 0, 8, 8192>(acc, descriptor_k_major(next_stage));
+      ptx::wgmma_wait();
       walk.next_chunk();
-    }
-    if (walk.rehearsed())
-      walk.first_item();
-    else
-      walk.next_item();
-    ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
-    if (!slot::valid(sm.slot_address(walk.slot()))) break;
-    walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
-    if (a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
-    __syncwarp();
-    if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
+    } while (!alone);
+    alone = false;
+    if (!walk.more()) walk.next_item();
   }
 }
 

@@ -43,12 +43,29 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(sm.gates_ready());
   }
-  FusedWalk walk = FusedWalk::rehearsal(1);
+  FusedWalk walk;
   float S[2][32];
   float(&state)[64] = reinterpret_cast<float(&)[64]>(S);
 #pragma unroll
   for (int i = 0; i < 64; i++) state[i] = 0.f;
-  for (;;) {
+  ptx::grid_dependency_wait();
+  for (;; walk.next_item()) {
+    ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
+    if (!slot::valid(sm.slot_address(walk.slot()))) break;
+    const int first = slot::first(sm.slot_address(walk.slot()));
+    if (first == kFirstByCopy) {
+      ptx::mbarrier_wait(sm.state_full(), 0);
+      take_first_state(sm.first_state(), a.p.initial_state.stride_k == 1, S, first_column(sm.slot_address(walk.slot()), part),
+                       lane);
+    } else {
+      start_state(a, sm.slot_address(walk.slot()), S, part);
+    }
+    if (first) {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(sm.state_taken());
+    }
+    walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
+    if (a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
 #pragma unroll 1
     for (; walk.more(); walk.next_chunk()) {
       const int s = walk.stage;
@@ -65,8 +82,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       take_turn();
       ptx::wgmma_fence();
 #pragma unroll
-      for (int w = 0; w < 8; w++)
-        ptx::wgmma_rs<T, 0>(acc, sf + 4 * w, advance(kq, w / 4 * Cfg::kPanelBytes + w % 4 * 32), w > 0);
+      for (int w = 0; w < 8; w++) ptx::wgmma_rs<T, 0>(acc, sf + 4 * w, advance(kq, w / 4 * Cfg::kPanelBytes + w % 4 * 32), w > 0);
       ptx::wgmma_commit();
       ptx::mbarrier_wait(sm.values().full(s), walk.phase());
       uint32_t vt[16];
@@ -95,8 +111,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       const float gamma_c = ptx::lds(st + Cfg::kOffVec + (Norm ? kFusedDecay : kFusedGamma + 63) * 4);
 #pragma unroll
       for (int i = 0; i < 64; i++) state[i] *= gamma_c;  // while Abar is waited for; with products in flight ptxas serialises
-      // the rehearsal's: empty(0)
-      ptx::mbarrier_wait(sm.pairs().full(walk.pair() + (walk.rehearses() ? 2 : 0)), walk.pair_phase());
+      ptx::mbarrier_wait(sm.pairs().full(walk.pair()), walk.pair_phase());
       float delta[32];
       ptx::wgmma_fence();
 #pragma unroll
@@ -107,54 +122,35 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       ptx::pin(o);
       ptx::wgmma_wait();
       uint32_t ef[16], df[16];
-      scaled_operand<T>(ef, delta, scale);  // (F8)
       pack_operand<T>(df, delta);
       ptx::wgmma_fence();
-#pragma unroll
-      for (int w = 0; w < 4; w++)  // (F9) S^T += E^T K
-        ptx::wgmma_rs<T, 1>(state, ef + 4 * w, advance(k, 2048 * w), 1);
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F7) second term
         ptx::wgmma_rs<T, 0>(o, df + 4 * w, advance(tile, kTileSmemBytes + 2048 * w), 1);
       ptx::wgmma_commit();
-      ptx::wgmma_wait();
+      scaled_operand<T>(ef, delta, scale);  // (F8)
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int w = 0; w < 4; w++)  // (F9) S^T += E^T K
+        ptx::wgmma_rs<T, 1>(state, ef + 4 * w, advance(k, 2048 * w), 1);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();  // o leaves under the state's product
 #pragma unroll
       for (int j = 0; j < 4; j++)
         ptx::stmatrix_x4_trans(v + 2048 * j, pack<T>(o[8 * j], o[8 * j + 1]), pack<T>(o[8 * j + 2], o[8 * j + 3]),
                                pack<T>(o[8 * j + 4], o[8 * j + 5]), pack<T>(o[8 * j + 6], o[8 * j + 7]));
       ptx::proxy_fence();
       __syncwarp();
-      if (lane == 0 && !walk.rehearses()) {
+      if (lane == 0) {
         ptx::mbarrier_arrive(sm.out_full(part, s));
-        ptx::mbarrier_arrive(tiles.empty(s));
         ptx::mbarrier_arrive(sm.pairs().empty(walk.pair()));
       }
+      ptx::wgmma_wait();
+      if (lane == 0) ptx::mbarrier_arrive(tiles.empty(s));
     }
-    if (walk.rehearsed()) {
-      walk.first_item();
-      ptx::grid_dependency_wait();
-    } else {
-      save_state<Cfg>(a, sm.slot_address(walk.slot()), S, 0, true, part);
-      ptx::named_sync(2 + part, 128);
-      if (threadIdx.x % 128 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
-      walk.next_item();
-    }
-    ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
-    if (!slot::valid(sm.slot_address(walk.slot()))) break;
-    const int first = slot::first(sm.slot_address(walk.slot()));
-    if (first == kFirstByCopy) {
-      ptx::mbarrier_wait(sm.state_full(), 0);
-      take_first_state(sm.first_state(), a.p.initial_state.stride_k == 1, S, first_column(sm.slot_address(walk.slot()), part),
-                       lane);
-    } else {
-      start_state(a, sm.slot_address(walk.slot()), S, part);
-    }
-    if (first) {
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(sm.state_taken());
-    }
-    walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
-    if (a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
+    save_state<Cfg>(a, sm.slot_address(walk.slot()), S, 0, true, part);
+    ptx::named_sync(2 + part, 128);
+    if (threadIdx.x % 128 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
   }
   if (part == 0) take_turn();
 }

@@ -25,13 +25,13 @@ struct FusedSmem {
   __device__ __forceinline__ uint32_t out_full(int part, int s) const { return bar(18 + 3 * part + s); }
   __device__ __forceinline__ Edge<2> pairs() const { return {bar(24)}; }
   __device__ __forceinline__ Edge<2> items() const { return {bar(28)}; }
-  __device__ __forceinline__ uint32_t normed(int s) const { return bar(33 + s); }  // with norms; the last one is never completed
+  __device__ __forceinline__ uint32_t normed(int s) const { return bar(33 + s); }  // with norms
   __device__ __forceinline__ uint32_t gates_ready() const { return bar(32); }      // of a direct launch
-  __device__ __forceinline__ uint32_t first_gates() const { return bar(39); }      // its first chunk's
+  __device__ __forceinline__ uint32_t first_gates() const { return bar(38); }      // its first chunk's
   // a CTA's first initial state, in the place of stages 1 and 2
   __device__ __forceinline__ uint32_t first_state() const { return stage(1); }
-  __device__ __forceinline__ uint32_t state_full() const { return bar(37); }
-  __device__ __forceinline__ uint32_t state_taken() const { return bar(38); }
+  __device__ __forceinline__ uint32_t state_full() const { return bar(36); }
+  __device__ __forceinline__ uint32_t state_taken() const { return bar(37); }
 };
 // What is the same in all lanes, so that the compiler knows it: what follows from it is then worked out once, in uniform
 // registers.
@@ -45,10 +45,6 @@ __device__ __forceinline__ void put_field(uint32_t slot, size_t offset, int x) {
 }
 
 // A role's way through stages, tile pairs and item slots, in two registers.
-//
-// Rehearsal: intra and state roles first walk one chunk of zeros, so that their code is in the instruction cache, which is empty
-// at every launch, when the first tiles come. Its stage is the one behind the last: zeros (tile pairs and 2 KiB, V's fourth
-// place), and as its full barriers the addresses give empty(0), which nobody completes before the first chunk has been walked.
 struct FusedWalk {
   int stage = 0;
   // 0: parity of the round of stages; 1, 2: pair and parity of its round; 3, 4: item slot and parity of its round; 5 ..: chunks
@@ -66,14 +62,6 @@ struct FusedWalk {
     if (++stage == FusedConfig::kStages) stage = 0, bits ^= 1;
   }
   __device__ __forceinline__ void next_item() { bits = (bits + 8) & 31; }
-  // parity 1 of a new barrier passes; the intra role waits for the other parity of a pair
-  static __device__ __forceinline__ FusedWalk rehearsal(uint32_t pair_parity) {
-    if constexpr (!FusedConfig::kRehearse) return {FusedConfig::kStages + 1, 0};
-    return {FusedConfig::kStages, 1u | pair_parity << 2 | 1u << 5};
-  }
-  __device__ __forceinline__ bool rehearses() const { return stage == FusedConfig::kStages; }
-  __device__ __forceinline__ bool rehearsed() const { return stage > FusedConfig::kStages; }
-  __device__ __forceinline__ void first_item() { stage = 0, bits = 0; }
 };
 static_assert(FusedConfig::kStages == 3 && FusedConfig::kItemSlots == 2);
 
