@@ -3,7 +3,9 @@
 // i = 8 n + 2 (lane % 4) (+ 1).
 //
 // The way to Abar is a chain of products and its length decides the kernel's speed, so warps 2 and 3, which have fewer blocks,
-// invert the four diagonal blocks first and finish their blocks of Pg behind that; warps 0 and 1 gate the others meanwhile.
+// invert the four diagonal blocks first and finish their blocks of Pg behind that; warps 0 and 1 gate the others meanwhile. The
+// next chunk's K K^T runs between this one's block products, which leave the tensor cores idle (64 registers more, for all of
+// K [K;Q]^T, are not there), its K Q^T when Abar has been handed over.
 #pragma once
 
 #include "cuda/kernels/forward_fused/smem.cuh"
