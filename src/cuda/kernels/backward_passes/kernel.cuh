@@ -1,8 +1,8 @@
 // backward_passes - the state pass (F4)(F5)(F8)(F9) and the reverse pass (B1)-(B4) as two kinds of work items in one launch:
 // neither needs the other.
-//   grid: a cluster an item; uncut, even clusters take state items, odd ones reverse items; cut, what the list says. The CTAs of
-//   a cluster are the two halves of V of one value head. What they share (K, Q, Abar, gate vectors) each loads a half of, for
-//   both, by multicast.
+//   grid: a cluster an item; uncut, first the reverse items, which take longer, then the state items; cut, what the list says.
+//   The CTAs of a cluster are the two halves of V of one value head. What they share (K, Q, Abar, gate vectors) each loads a half
+//   of, for both, by multicast.
 //
 // Roles      warps  regs  owns                        per chunk
 //   product  0-3    240   S^T or dS^T, 64 x 128 fp32  state_item.cuh, reverse_item.cuh
@@ -45,7 +45,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t base = ptx::shared_address(smem);
   const int cluster = blockIdx.x / kCluster, rank = int(ptx::cluster_rank());
-  bool reverse = p.kinds == kBoth && cluster % 2;
+  bool reverse = p.kinds == kBoth && cluster < p.num_items;
   PassItem it;
   if (p.cut_items) {  // the kind of item is known only when it is there
     ptx::grid_dependency_launch();
@@ -94,7 +94,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   if (!p.cut_items) {
     ptx::grid_dependency_launch();
     ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
-    it = make_item(p.items[p.kinds == kBoth ? cluster / 2 : cluster], p, reverse);
+    it = make_item(p.items[p.kinds == kBoth && !reverse ? cluster - p.num_items : cluster], p, reverse);
   }
   const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;  // the same in all lanes, known to be
   if (warp < 4) {

@@ -17,6 +17,7 @@ __device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uin
   const int to_row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
   const uint32_t to = base + kPgAt + 32 * to_row + ((lane / 16 ^ (to_row >> 2 & 1)) << 4);
   Ring<kKeyStages> ring;
+  Ring<kRowStages> rows;
   for (int i = 0; i < it.chunks; i++) {
     const uint32_t st = base + ring.stage * kKeyStage, vec = st + kKeyVec;
     ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
@@ -73,9 +74,11 @@ __device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uin
       ptx::stmatrix_x4(to + tile * kTileSmemBytes + 2048 * kb, x[0], x[1], x[2], x[3]);
     }
     ptx::proxy_fence();
+    ptx::mbarrier_wait(row_full_bar(base, rows.stage), rows.phase);  // the products wait for one barrier a chunk
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(pg_full_bar(base, tile));
     ring.advance();
+    rows.advance();
   }
 }
 

@@ -87,18 +87,19 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
         ptx::wgmma_rs<T, 0>(e, sf + 4 * k, advance(k_major, k / 4 * kPanel + k % 4 * 32), k > 0);  // (B1)
       ptx::wgmma_commit();
       const float gamma_c = ptx::lds(st + kKeyVec + (kVecGamma + 63) * 4);
+      auto scale_do = [&](int half) {  // scale gamma dO^T
 #pragma unroll
-      for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecQ * 4 + n * 32);
+        for (int n = 4 * half; n < 4 * half + 4; n++) {
+          const float2 c = ptx::lds2(vec + kVecQ * 4 + n * 32), lo = unpack<T>(og[2 * n]), hi = unpack<T>(og[2 * n + 1]);
+          og[2 * n] = pack<T>(lo.x * c.x, lo.y * c.y);
+          og[2 * n + 1] = pack<T>(hi.x * c.x, hi.y * c.y);
+        }
+        ptx::pin(og);
+      };
 #pragma unroll
       for (int j = 0; j < 64; j++) s[j] *= gamma_c;
       ptx::pin(s);
-#pragma unroll
-      for (int n = 0; n < 8; n++) {  // scale gamma dO^T
-        const float2 lo = unpack<T>(og[2 * n]), hi = unpack<T>(og[2 * n + 1]);
-        og[2 * n] = pack<T>(lo.x * g[n].x, lo.y * g[n].y);
-        og[2 * n + 1] = pack<T>(hi.x * g[n].x, hi.y * g[n].y);
-      }
-      ptx::pin(og);
+      scale_do(0);
 #pragma unroll
       for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecE * 4 + n * 32);
       ptx::wgmma_fence();
@@ -119,6 +120,8 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       ptx::wgmma_commit();
 #pragma unroll
       for (int n = 0; n < 8; n++) g[n] = ptx::lds2(vec + kVecK * 4 + n * 32);
+      scale_do(1);
+      ptx::wgmma_fence();
 #pragma unroll
       for (int k = 2; k < 4; k++) ptx::wgmma_rs<T, 1>(s, og + 4 * k, advance(q_rows, k * 2048), 1);
       ptx::wgmma_commit();
@@ -130,8 +133,9 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       uint32_t rf[16], ro[16];
 #pragma unroll
       for (int n = 0; n < 8; n++) {
-        rf[2 * n] = pack<T>(-g[n].x * r[4 * n], -g[n].y * r[4 * n + 1]);
-        rf[2 * n + 1] = pack<T>(-g[n].x * r[4 * n + 2], -g[n].y * r[4 * n + 3]);
+        // fused with a zero: a product and a change of sign would be two instructions
+        rf[2 * n] = pack<T>(__fmaf_rn(-g[n].x, r[4 * n], 0.f), __fmaf_rn(-g[n].y, r[4 * n + 1], 0.f));
+        rf[2 * n + 1] = pack<T>(__fmaf_rn(-g[n].x, r[4 * n + 2], 0.f), __fmaf_rn(-g[n].y, r[4 * n + 3], 0.f));
       }
       ptx::wgmma_fence();
 #pragma unroll
@@ -139,11 +143,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       ptx::wgmma_commit();
       release(kRowBars + kRowStages + row_stage, l.lane);
       const int tile = more ? (i + 1) % kPgTiles : i % kPgTiles;  // the last chunk multiplies its own once more
-      if (more) {
-        ptx::mbarrier_wait(row_full_bar(base, rows.stage), rows.phase);
-        ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
-        ptx::mbarrier_wait(pg_full_bar(base, tile), (i + 1) / kPgTiles % 2);
-      }
+      if (more) ptx::mbarrier_wait(pg_full_bar(base, tile), (i + 1) / kPgTiles % 2);  // K, Q, dO, Abar of that chunk as well
       load_do(more ? base + kRowAt + rows.stage * kRowStage : row, of);
       ptx::wgmma_fence();
       product_p(base + kPgAt + tile * kTileSmemBytes);
