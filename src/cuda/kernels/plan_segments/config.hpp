@@ -22,8 +22,8 @@ struct Args {
   PlanHeader* header;
   WorkItem* items;           // up to num_seqs * num_v_heads * v_parts of them; nullptr: only the chunk table and the header
   ChunkRecord* chunk_table;  // nullptr: not written
-  // Both forms in one call (plan_both_and_gates, at most kMostBothSeqs sequences): up to so many chunks of the longest sequence all
-  // items go to the fused form's list (all of V), else to the lists above; what belongs to the other form gets none, and no
+  // Both forms in one call (plan_both_and_gates, at most kMostBothSeqs sequences): up to so many chunks of the longest sequence
+  // all items go to the fused form's list (all of V), else to the lists above; what belongs to the other form gets none, and no
   // padding to zero. 0: one form.
   int64_t fused_chunks;
   PlanHeader* fused_header;
