@@ -370,7 +370,7 @@ void run_range(const Run& r) {
     if (wants_export(r.args)) export_outputs(r);
     if (present(r.args.a_inv)) export_ungated(r, map_k);
   }
-  const ForwardParams params = forward_params(r);
+  ForwardParams params = forward_params(r);
   if (counts.cut) {
     if (!early) {
       segments::CutArgs cut = cut_args(r);
@@ -382,6 +382,7 @@ void run_range(const Run& r) {
                                  r.b.states + counts.end_states * kStateFloats};
       check_cuda(cp_merge::launch(merge, std::min(counts.end_states, r.p.num_seqs * r.p.num_v_heads), multiprocessors, r.stream),
                  "cp_merge");
+      params.merging = true;
     }
   }
   launch_forward(params, multiprocessors, r.stream);

@@ -1,14 +1,17 @@
 // cp_merge - (C1) S_start(j + 1) = M_j S_start(j) + S_ext(j) along each chain of merged boundaries, in fp32, in place.
-//   grid: a cluster of four CTAs a work item = (chain, 8 value rows of S^T): value columns of S are independent, so a chain's 16
-//   items never meet. S^T (j + 1)[v][k] = sum_i S^T(j)[v][i] M^T[i][k] + S_ext^T[v][k]. CTA r owns columns i = 32 r .. 32 r + 31
-//   of the state, hence those rows of M^T, 16 KiB in one piece; it sums over its i for every k and sends each CTA what that one
-//   owns. All sums are taken in a fixed order.
+//   grid: a cluster of four CTAs a work item = (chain, 32 value rows of S^T), a CTA eight of them: value columns of S are
+//   independent, so CTAs share M and nothing else. S^T (j + 1)[v][k] = sum_i S^T(j)[v][i] M^T[i][k] + S_ext^T[v][k]; warp w sums
+//   over i = 16 w .. 16 w + 15, lane l has k = 4 l .. 4 l + 3, and the eight partial sums are added in a fixed order. Few
+//   multiprocessors, so that the recurrence of the heads that wait for no merge runs on the others meanwhile.
 //
-// Edges              from -> to                    bytes     guards
-//   loaded[stages]   bulk copy -> all              16,384    M^T of a boundary
-//   sent[n % 2]      all four CTAs -> this one     4,096     parts[n % 2]: shares of entry n, by st.async
-// parts[n % 2] is free for entry n + 2 when every CTA has sent its share of entry n + 1, which it does after it has read those of
-// entry n. Where a chain starts anew (its first entry, or a start that is known) the four meet.
+// Roles    warps  owns
+//   sums   0-7    eight rows of the state
+//   load   8      lane 0: a quarter of each half of M^T, to all four CTAs
+//
+// Edges            from -> to                      count        guards
+//   full[stages]   load of all four -> sums        1 + 32 KiB   half of an M^T: 64 rows, for four of the warps
+//   empty[stages]  sums of all four -> load        4 x 4 warps  the same
+//   named 1        sums                            256          partial sums written; the next state written
 #include "cuda/kernels/cp_merge/launch.hpp"
 
 #include <algorithm>
@@ -16,26 +19,26 @@
 #include "cuda/dependent_launch.hpp"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/bulk.cuh"
-#include "cuda/ptx/cluster_store.cuh"
 #include "cuda/ptx/control.cuh"
 #include "cuda/ptx/shared.cuh"
 
 namespace qla::cuda::cp_merge {
 namespace {
 
-constexpr int kCtas = 4, kWarps = 8, kThreads = 32 * kWarps, kRows = 8, kItems = 128 / kRows, kOwn = 128 / kCtas, kStages = 3;
-constexpr int kGroups = 4, kTerms = kOwn / kGroups;  // two warps a group: four value rows each, all k
-// A quarter of the value heads never forgets, as a rule: four chains of these fill the device once with clusters.
+constexpr int kCtas = 4, kWarps = 8, kThreads = 32 * (kWarps + 1), kRows = 8, kItems = 128 / (kCtas * kRows),
+              kTerms = 128 / kWarps;
+constexpr int kHalfRows = 64, kSlice = kHalfRows / kCtas, kStages = 5;
+constexpr int kMostClusters = 16;  // of a grid: they leave half of an H200 to others
+// A quarter of the value heads never forgets, as a rule: four chains of these are done in one round.
 constexpr int64_t kFewChains = 16;
-static_assert(kThreads == kRows * kOwn && kWarps == 2 * kGroups);
 
 struct alignas(128) Shared {
-  float move[kStages][kOwn][128];      // [i][k]
-  float parts[2][kCtas][kRows][kOwn];  // of this CTA's columns
-  float partial[kGroups][kRows][128];
-  float state[kRows][kOwn];
-  uint64_t loaded[kStages], sent[2];
+  float move[kStages][kHalfRows][128];  // [i][k]
+  float partial[kWarps][kRows][128];
+  float state[kRows][128];
+  uint64_t full[kStages], empty[kStages];
 };
+static_assert(sizeof(Shared) <= 232448);
 
 // Which of a chain's boundaries have an M, 32 of them from a multiple of 32 on; never its first
 __device__ __forceinline__ uint32_t moves_from(const Args& a, MergeChain chain, int first, int lane) {
@@ -43,20 +46,25 @@ __device__ __forceinline__ uint32_t moves_from(const Args& a, MergeChain chain, 
   return __ballot_sync(~0u, n > 0 && n < chain.count && a.transitions[chain.first + n]);
 }
 
-// this CTA's share of the next state, for every k, in kGroups partial sums
-__device__ __forceinline__ void multiply(Shared& s, int stage, int warp, int lane) {
-  const int i0 = warp / 2 * kTerms, v0 = warp % 2 * 4;
-  float4 sum[4] = {};
+// half of an M, the h-th one: its stage and the parity of the stage's round
+struct Place {
+  uint32_t stage, parity;
+  __device__ __forceinline__ explicit Place(uint32_t h) : stage(h % kStages), parity(h / kStages & 1) {}
+};
+
+// this warp's share of the next state
+__device__ __forceinline__ void multiply(Shared& s, uint32_t stage, int warp, int lane) {
+  float4 sum[kRows] = {};
 #pragma unroll
   for (int q = 0; q < kTerms; q += 4) {
-    float4 x[4];
+    float4 x[kRows];
 #pragma unroll
-    for (int v = 0; v < 4; v++) x[v] = *reinterpret_cast<const float4*>(&s.state[v0 + v][i0 + q]);
+    for (int v = 0; v < kRows; v++) x[v] = *reinterpret_cast<const float4*>(&s.state[v][warp * kTerms + q]);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float4 m = *reinterpret_cast<const float4*>(&s.move[stage][i0 + q + i][4 * lane]);
+      const float4 m = *reinterpret_cast<const float4*>(&s.move[stage][warp % 4 * kTerms + q + i][4 * lane]);
 #pragma unroll
-      for (int v = 0; v < 4; v++) {
+      for (int v = 0; v < kRows; v++) {
         const float y = i == 0 ? x[v].x : i == 1 ? x[v].y : i == 2 ? x[v].z : x[v].w;
         sum[v].x = fmaf(y, m.x, sum[v].x);
         sum[v].y = fmaf(y, m.y, sum[v].y);
@@ -66,85 +74,96 @@ __device__ __forceinline__ void multiply(Shared& s, int stage, int warp, int lan
     }
   }
 #pragma unroll
-  for (int v = 0; v < 4; v++) *reinterpret_cast<float4*>(&s.partial[warp / 2][v0 + v][4 * lane]) = sum[v];
+  for (int v = 0; v < kRows; v++) *reinterpret_cast<float4*>(&s.partial[warp][v][4 * lane]) = sum[v];
 }
 
-__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2) cp_merge(const __grid_constant__ Args a) {
-  extern __shared__ __align__(128) uint8_t s_all[];
-  Shared& s = *reinterpret_cast<Shared*>(s_all);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = int(ptx::cluster_rank());
-  const uint32_t loaded = ptx::shared_address(s.loaded), sent = ptx::shared_address(s.sent);
-  // this thread adds up value row `warp`, columns 4 lane .. 4 lane + 3, and sends them to the CTA that owns them
-  const uint32_t peer = ptx::cluster_address(ptx::shared_address(&s.parts[0][rank][warp][4 * lane % kOwn]), 4 * lane / kOwn),
-                 peer_sent = ptx::cluster_address(sent, 4 * lane / kOwn);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) ptx::mbarrier_init(loaded + 8 * i, 1);
-    for (int i = 0; i < 2; i++) ptx::mbarrier_init(sent + 8 * i, 1);
-    ptx::mbarrier_init_fence();
-  }
-  ptx::grid_dependency_launch();
-  ptx::grid_dependency_wait();
-  uint32_t phases = 0;             // parity of the next wait for sent[0], sent[1]
-  uint32_t issued = 0, taken = 0;  // M's asked for (thread 0) and multiplied
-  const int items = a.header->num_merges * kItems, clusters = gridDim.x / kCtas;
-  for (int item = blockIdx.x / kCtas; item < items; item += clusters) {
+__device__ __forceinline__ void load_moves(Shared& s, const Args& a, int items, int cluster, int clusters, int rank, int lane) {
+  const uint32_t full = ptx::shared_address(s.full), empty = ptx::shared_address(s.empty);
+  uint32_t h = 0;
+  for (int item = cluster; item < items; item += clusters) {
     const MergeChain chain = a.chains[item / kItems];
-    const int v0 = item % kItems * kRows;
-    // value row `warp`, column `lane` of those this CTA owns: the element that this thread finishes
-    float* place = a.states + int64_t(chain.first) * kStateFloats + (v0 + warp) * 128 + rank * kOwn + lane;
-    float next = *place;  // S_ext
-    uint32_t here = moves_from(a, chain, 0, lane), ahead = moves_from(a, chain, 32, lane);
-    int wanted = 0;  // thread 0: M's of boundaries before this one have been asked for
-    const auto load_ahead = [&](int n) {
-      const uint64_t window = (uint64_t(ahead) << 32 | here) >> n % 32;  // of boundaries n, n + 1, ..
-      while (issued - taken < kStages) {
-        wanted = max(wanted, n);
-        const uint64_t left = wanted - n < 64 ? window >> (wanted - n) : 0;
-        if (!left) break;
-        wanted += __ffsll(int64_t(left)) - 1;
-        const uint32_t stage = issued % kStages;
-        ptx::mbarrier_arrive_expect(loaded + 8 * stage, int(sizeof(s.move[0])));
-        ptx::bulk_load(ptx::shared_address(s.move[stage]),
-                       a.moves + int64_t(chain.first + wanted) * kStateFloats + rank * kOwn * 128, int(sizeof(s.move[0])),
-                       loaded + 8 * stage);
-        issued++;
-        wanted++;
+    for (int from = 0; from < chain.count; from += 32) {
+      uint32_t moves = moves_from(a, chain, from, lane);
+      while (lane == 0 && moves) {
+        const int n = from + __ffs(int(moves)) - 1;
+        moves &= moves - 1;
+#pragma unroll
+        for (int half = 0; half < 2; half++, h++) {
+          const Place at(h);
+          ptx::mbarrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+          ptx::mbarrier_arrive_expect(full + 8 * at.stage, int(sizeof(s.move[0])));
+          ptx::bulk_load_multicast(ptx::shared_address(s.move[at.stage][rank * kSlice]),
+                                   a.moves + int64_t(chain.first + n) * kStateFloats + (half * kHalfRows + rank * kSlice) * 128,
+                                   kSlice * 512, full + 8 * at.stage, (1 << kCtas) - 1);
+        }
       }
-    };
-    if (threadIdx.x == 0) load_ahead(0);
+      __syncwarp();
+    }
+  }
+}
+
+__device__ __forceinline__ void sum_states(Shared& s, const Args& a, int items, int cluster, int clusters, int rank, int warp,
+                                           int lane) {
+  const uint32_t full = ptx::shared_address(s.full), empty = ptx::shared_address(s.empty);
+  const auto meet = [] { ptx::named_sync(1, 32 * kWarps); };
+  uint32_t h = warp / 4;
+  for (int item = cluster; item < items; item += clusters) {
+    const MergeChain chain = a.chains[item / kItems];
+    const int v = (item % kItems * kCtas + rank) * kRows + warp;  // the row that this warp finishes
+    float4* place = reinterpret_cast<float4*>(a.states + int64_t(chain.first) * kStateFloats + v * 128 + 4 * lane);
+    float4 next = *place;  // S_ext
+    uint32_t here = moves_from(a, chain, 0, lane), ahead = moves_from(a, chain, 32, lane);
 #pragma unroll 1
     for (int n = 0; n < chain.count; n++) {
       if (n > 0 && n % 32 == 0) here = ahead, ahead = moves_from(a, chain, n + 32, lane);
-      float sum = next;
-      if (n + 1 < chain.count) next = place[kStateFloats];
+      float4 sum = next;
+      if (n + 1 < chain.count) next = place[kStateFloats / 4];
       if (here >> n % 32 & 1) {
-        ptx::mbarrier_wait(loaded + 8 * (taken % kStages), taken / kStages & 1);
-        multiply(s, int(taken % kStages), warp, lane);
-        taken++;
-        __syncthreads();
-        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(sent + 8 * (n % 2), int(sizeof(s.parts[0])));
-        float4 share = *reinterpret_cast<const float4*>(&s.partial[0][warp][4 * lane]);
+        const Place at(h);
+        h += 2;
+        ptx::mbarrier_wait(full + 8 * at.stage, at.parity);
+        multiply(s, at.stage, warp, lane);
+        __syncwarp();
+        if (lane < kCtas) ptx::mbarrier_arrive_cluster(empty + 8 * at.stage, lane);
+        meet();
 #pragma unroll
-        for (int g = 1; g < kGroups; g++) {
-          const float4 x = *reinterpret_cast<const float4*>(&s.partial[g][warp][4 * lane]);
-          share = make_float4(share.x + x.x, share.y + x.y, share.z + x.z, share.w + x.w);
+        for (int w = 0; w < kWarps; w++) {
+          const float4 x = *reinterpret_cast<const float4*>(&s.partial[w][warp][4 * lane]);
+          sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
         }
-        ptx::store_async(peer + n % 2 * sizeof(s.parts[0]), share, peer_sent + 8 * (n % 2));
-        if (threadIdx.x == 0) load_ahead(n + 1 - (n % 32 == 31));  // the window moves on with n
-        ptx::mbarrier_wait(sent + 8 * (n % 2), phases >> (n % 2) & 1);
-        phases ^= 1u << (n % 2);
-#pragma unroll
-        for (int r = 0; r < kCtas; r++) sum += s.parts[n % 2][r][warp][lane];
         *place = sum;
-      } else {
-        ptx::cluster_arrive_relaxed();  // nobody sends what belongs to this run before all are done with the last one
-        ptx::cluster_wait();
       }
-      s.state[warp][lane] = sum;
-      place += kStateFloats;
-      __syncthreads();
+      *reinterpret_cast<float4*>(&s.state[warp][4 * lane]) = sum;
+      place += kStateFloats / 4;
+      meet();
     }
   }
+}
+
+__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 1) cp_merge(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) uint8_t s_all[];
+  Shared& s = *reinterpret_cast<Shared*>(s_all);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = int(ptx::cluster_rank());
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) {
+      ptx::mbarrier_init(ptx::shared_address(&s.full[i]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), kCtas * kWarps / 2);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  ptx::cluster_arrive_relaxed();  // before any CTA writes to another one's stages
+  ptx::cluster_wait();
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();  // only now: what comes next counts on the pre-pass without waiting for it
+  const int items = a.header->num_merges * kItems, clusters = gridDim.x / kCtas, cluster = blockIdx.x / kCtas;
+  if (warp == kWarps)
+    load_moves(s, a, items, cluster, clusters, rank, lane);
+  else
+    sum_states(s, a, items, cluster, clusters, rank, warp, lane);
+  __syncwarp();
+  ptx::cluster_arrive_relaxed();  // nobody leaves while another one may still write to its stages or barriers
+  ptx::cluster_wait();
 }
 
 }  // namespace
@@ -156,8 +175,9 @@ cudaError_t prepare() {
 
 cudaError_t launch(const Args& args, int64_t most_chains, int multiprocessors, cudaStream_t stream) {
   if (most_chains > kFewChains) return launch_wide(args, most_chains, multiprocessors, stream);
-  return launch_dependent(cp_merge, unsigned(std::clamp<int64_t>(most_chains * kItems, 1, multiprocessors / 2)) * kCtas, kThreads,
-                          sizeof(Shared), true, stream, args);
+  return launch_dependent(
+      cp_merge, unsigned(std::clamp<int64_t>(most_chains * kItems, 1, std::min(kMostClusters, multiprocessors / kCtas))) * kCtas,
+      kThreads, sizeof(Shared), true, stream, args);
 }
 
 }  // namespace qla::cuda::cp_merge

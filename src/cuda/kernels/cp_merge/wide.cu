@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(kThreads, 1) cp_merge_wide(const __grid_consta
   extern __shared__ uint8_t s_all[];
   Shared& s = *reinterpret_cast<Shared*>(s_all);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();  // only now: what comes next counts on the pre-pass without waiting for it
   const int items = a.header->num_merges * kItems;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const MergeChain chain = a.chains[item / kItems];

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
     ptx::sts4u(sm.stage(i / kPieces) + Cfg::kOffA + i % kPieces * 16, 0, 0, 0, 0);
   ptx::proxy_fence();
   __syncthreads();
-  ptx::grid_dependency_wait();
+  if (!Cfg::kOutput || !a.p.merging) ptx::grid_dependency_wait();  // else the state role does, where an item's start is merged
   ptx::grid_dependency_launch();
   const int group = threadIdx.x / 128;
   if (group == 0) {

@@ -109,6 +109,7 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
     items.consumer_wait(slots);
     const uint32_t item = sm.slot_address(slots.stage);
     if (!slot::valid(item)) break;
+    if (Cfg::kOutput && slot::start(item) == QLA_START_MERGED) ptx::grid_dependency_wait();
     start_state(a, item, S, part);
     pack_state<T, 0>(sf, S[0]);
     pack_state<T, 1>(sf, S[1]);
@@ -206,6 +207,7 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
     slots.advance();
   }
   if (part == 0) take_turn();
+  if (Cfg::kOutput) ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
 }
 
 }  // namespace qla::cuda

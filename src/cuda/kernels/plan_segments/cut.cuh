@@ -120,6 +120,7 @@ struct Round {
   const float* decay;
   U* units = nullptr;  // of this round's jobs
   int32_t num_units = 0;
+  int32_t each = 0, num_jobs = 0;  // units of every job, 0: not the same number
 
   // a round's jobs: first_unit[j] .. of job j
   __device__ void begin_round(int32_t from, int32_t jobs, U* all_units, int32_t units_before) {
@@ -136,8 +137,15 @@ struct Round {
     // Sequences that overlap (bad boundaries) may have more segments than the shapes allow: the rest is dropped.
     num_units = min(num_units, a.most_units - units_before);
     units = all_units + units_before;
+    num_jobs = min(int32_t(kCutThreads), jobs - from);
     __syncthreads();
+    each = s.jobs[0].segments;
+    const bool same = each > 0 && __syncthreads_and(int32_t(threadIdx.x) >= num_jobs || mine == each);
+    if (!same || num_units != each * num_jobs) each = 0;
   }
+  // The unit that the i-th thread sums up: heads of one segment side by side where that is easy, so that the lanes of a warp read
+  // different banks. Segments of one head lie a multiple of all banks apart.
+  __device__ int32_t unit_at(int32_t i) const { return each ? i % num_jobs * each + i / num_jobs : i; }
   __device__ int find_job(int32_t unit) const {
     if (unit < kStagedUnits) return s.job_of[unit];
     int low = 0, high = kCutThreads;  // last j with first_unit[j] <= unit; jobs behind the last one start at the end
@@ -154,7 +162,8 @@ struct Round {
 
 struct Cutter : Round<CutArgs, CutShared, Unit> {
   __device__ void sums_and_starts() {
-    for (int32_t u = threadIdx.x; u < num_units; u += kCutThreads) {
+    for (int32_t i = threadIdx.x; i < num_units; i += kCutThreads) {
+      const int32_t u = unit_at(i);
       const int j = find_job(u);
       const Job& job = s.jobs[j];
       const int32_t segment = u - s.first_unit[j];
@@ -163,14 +172,15 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
           qla::plan::segment_decay(job.cut(), segment, [&](int64_t c) { return mine[int32_t(c) * a.plan.num_v_heads]; });
     }
     __syncthreads();
-    for (int32_t u = threadIdx.x; u < num_units; u += kCutThreads) {
+    for (int32_t i = threadIdx.x; i < num_units; i += kCutThreads) {
+      const int32_t u = unit_at(i);
       const int j = find_job(u);
       const Job& job = s.jobs[j];
       const int32_t segment = u - s.first_unit[j];
       qla::plan::Start start{job.start, 0};
       if (segment > 0) {
         float total = 0.0f;
-        for (int32_t i = s.first_unit[j]; i < u; i++) total += units[i].sum;
+        for (int32_t before = s.first_unit[j]; before < u; before++) total += units[before].sum;
         const int32_t boundary = job.begin(segment);
         const float* mine = decay + int64_t(job.slot) * a.plan.num_v_heads + job.head;
         start = qla::plan::start_at(boundary, total, job.start != QLA_START_ZERO, a.rule,
@@ -268,8 +278,25 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
   }
 };
 
+// the sums of all chunks to shared memory, with as many loads under way as there are registers for
+__device__ __forceinline__ void stage_decay(float* to, const float* from, int32_t count) {
+  constexpr int kAhead = 4;
+  const int32_t whole = reinterpret_cast<uintptr_t>(from) % 16 == 0 ? count / 4 : 0;
+  for (int32_t i = threadIdx.x; i < whole; i += kAhead * kCutThreads) {
+    float4 x[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; j++)
+      if (i + j * kCutThreads < whole) x[j] = reinterpret_cast<const float4*>(from)[i + j * kCutThreads];
+#pragma unroll
+    for (int j = 0; j < kAhead; j++)
+      if (i + j * kCutThreads < whole) reinterpret_cast<float4*>(to)[i + j * kCutThreads] = x[j];
+  }
+  for (int32_t i = 4 * whole + threadIdx.x; i < count; i += kCutThreads) to[i] = from[i];
+}
+
 __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constant__ CutArgs a) {
-  extern __shared__ float s_decay[];
+  extern __shared__ float4 s_decay4[];
+  float* const s_decay = reinterpret_cast<float*>(s_decay4);
   __shared__ CutShared s;
   const int32_t jobs = int32_t(a.plan.num_seqs * a.plan.num_v_heads), gates = a.plan.slots * a.plan.num_v_heads;
   const bool one_round = jobs <= kCutThreads;
@@ -287,16 +314,15 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   }
   // the rehearsal needs all of it in shared memory
   const bool rehearse = a.rehearse && one_round && a.staged && a.most_units <= kStagedUnits;
-  if (rehearse)
-    for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = -1.f;
+  if (rehearse)  // heads that forget, and one that does not: both ways are walked
+    for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = i % a.plan.num_v_heads ? -1.f : 0.f;
   if (one_round) cutter.begin_round(0, jobs, all_units, 0);
 #pragma unroll 1
   for (int run = rehearse ? 0 : 1; run < 2; run++) {
     if (run == 1) {
       ptx::grid_dependency_wait();
       if (!a.early) ptx::grid_dependency_launch();
-      if (a.staged)
-        for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = a.decay[i];
+      if (a.staged) stage_decay(s_decay, a.decay, gates);
     }
     for (int i = threadIdx.x; i < 2 * kBuckets; i += kCutThreads) s.bucket[i / kBuckets][i % kBuckets] = 0;
     if (threadIdx.x == 0) s.pre_items = s.chains = s.states = 0;
