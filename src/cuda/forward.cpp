@@ -234,6 +234,7 @@ ForwardParams forward_params(const Run& r) {
   f.items = b.items;
   f.max_items = int32_t(r.plan.counts.items);
   f.v_parts = r.plan.choice.value_splits;
+  f.rehearse = f.v_parts == 1;  // one state warpgroup fetches fast enough: 2 us lost
   f.abar = b.saved.abar;
   f.pg = b.pg;
   f.vec = b.saved.vec;
@@ -265,13 +266,14 @@ ForwardParams fused_params(const ForwardParams& main, const Run& r) {
   return f;
 }
 // S_ext and M of the segments whose successor is merged
-ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b, const ForwardCounts& counts) {
+ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b, const ForwardCounts& counts, bool idle) {
   ForwardParams f = main;
   f.output = false;
   f.plan = b.pre_header;
   f.items = b.pre_items;
   f.max_items = int32_t(2 * counts.end_states * counts.pre_v_parts);
   f.v_parts = int32_t(counts.pre_v_parts);
+  f.rehearse = idle;  // there is time for it before the cut is known
   f.pg = nullptr;
   f.final_state = f.checkpoints = f.h = {};
   f.merged = nullptr;
@@ -377,7 +379,7 @@ void run_range(const Run& r) {
       check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
     }
     if (counts.end_states > 0) {
-      launch_forward(pre_pass_params(params, r.b, counts), multiprocessors, r.stream);
+      launch_forward(pre_pass_params(params, r.b, counts, !early), multiprocessors, r.stream);
       const cp_merge::Args merge{r.b.pre_header, r.b.chains, r.b.transitions, r.b.states,
                                  r.b.states + counts.end_states * kStateFloats};
       check_cuda(cp_merge::launch(merge, std::min(counts.end_states, r.p.num_seqs * r.p.num_v_heads), multiprocessors, r.stream),

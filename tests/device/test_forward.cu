@@ -240,6 +240,7 @@ static void run(const Case& c) {
   p.items = upload(room);
   p.max_items = int32_t(room.size());
   p.v_parts = c.v_parts;
+  p.rehearse = c.T % 128 != 0;  // some of both
   p.abar = upload(s.abar);
   p.pg = upload(s.pg);
   p.vec = upload(s.vec);

@@ -29,6 +29,9 @@
 //   x 3 stages: 195 or 171      x 5 or 6: 205 or 198
 // clang-format on
 //
+// With p.rehearse the first item is a rehearsal (smem.cuh): one chunk that no load is issued for, in stage 0.
+// griddepcontrol.wait is the load role's and the helper's; with p.merging the state role's, before it reads a merged state.
+//
 // Tail: rows past the end in a sequence's last chunk belong to others or are padding (NaN perhaps): zeroed in K, Q, V before use;
 // tiles and vectors come zeroed from chunk_intra. Its O rows are stored one by one.
 #pragma once
@@ -57,6 +60,11 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
       for (int part = 0; part < Cfg::kParts; part++) ptx::mbarrier_init(sm.out_full(part, s), 4);
     }
     ptx::mbarrier_init_fence();
+    if (a.p.rehearse) {
+      rehearsal_item(sm.slot(0));
+      ptx::mbarrier_arrive(sm.items().full(0));
+      ptx::mbarrier_arrive(sm.tiles().full(0));
+    }
     if (a.p.batch * a.p.tokens > 0) {
       ptx::tensor_prefetch_map(&a.k);
       ptx::tensor_prefetch_map(&a.v);
@@ -72,7 +80,6 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
     ptx::sts4u(sm.stage(i / kPieces) + Cfg::kOffA + i % kPieces * 16, 0, 0, 0, 0);
   ptx::proxy_fence();
   __syncthreads();
-  if (!Cfg::kOutput || !a.p.merging) ptx::grid_dependency_wait();  // else the state role does, where an item's start is merged
   ptx::grid_dependency_launch();
   const int group = threadIdx.x / 128;
   if (group == 0) {

@@ -39,6 +39,7 @@ struct ForwardParams {
   const uint8_t* has_initial_state = nullptr;
   int32_t checkpoint_every_chunks = 0;
   const float* merged = nullptr;    // [index][V][K] start states (QLA_START_MERGED)
+  bool rehearse = false;            // worth it where the state role would fetch its code behind the load role
   bool merging = false;             // the kernel before this one makes these, and all others have ended when this one starts
   float* end_states = nullptr;      // [index][V][K], without output
   const float* carry_in = nullptr;  // [HV][V][K]: kStartCarried ..

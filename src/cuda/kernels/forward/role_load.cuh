@@ -50,6 +50,11 @@ __device__ __forceinline__ void load_role(const ForwardArgs& a, const ForwardSme
   const auto tiles = sm.tiles();
   const auto items = sm.items();
   const int group = a.p.num_v_heads / a.p.num_k_heads;
+  if (a.p.rehearse) {
+    ring.advance();
+    slots.advance();
+  }
+  if (!Cfg::kOutput || !a.p.merging) ptx::grid_dependency_wait();
   for (int index = blockIdx.x;;) {
     items.producer_wait(slots);
     ItemSlot& s = sm.slot(slots.stage);
@@ -158,6 +163,7 @@ __device__ __forceinline__ void helper_role(const ForwardArgs& a, const ForwardS
   const auto tiles = sm.tiles();
   const auto items = sm.items();
   if constexpr (Cfg::kOutput) {  // tokens after the last sequence
+    if (!a.p.merging) ptx::grid_dependency_wait();
     const int64_t heads = a.p.num_v_heads, end = a.p.plan->end_token * heads, rows = a.p.batch * a.p.tokens * heads;
     for (int64_t r = end + blockIdx.x; r < rows; r += gridDim.x) {
       const int64_t token = r / heads, batch = token / a.row_tokens;

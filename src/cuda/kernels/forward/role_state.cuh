@@ -56,6 +56,7 @@ __device__ __forceinline__ void save_state(const ForwardArgs& a, uint32_t item, 
       } else {
         x = {a.p.end_states, QLA_FLOAT32, 16384, 0, 1, 128};
         index = slot::start_index(item);
+        if (index < 0) continue;  // the rehearsal
       }
     }
     if (x.data) store_state(S, state_address(x, index, slot::v_head(item)), first_column(item, part), thread_in_group() % 32);
@@ -109,7 +110,8 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
     items.consumer_wait(slots);
     const uint32_t item = sm.slot_address(slots.stage);
     if (!slot::valid(item)) break;
-    if (Cfg::kOutput && slot::start(item) == QLA_START_MERGED) ptx::grid_dependency_wait();
+    const bool waits = Cfg::kOutput && a.p.merging ? slot::start(item) == QLA_START_MERGED : slot::start_index(item) >= 0;
+    if (waits) ptx::grid_dependency_wait();  // not in the rehearsal
     start_state(a, item, S, part);
     pack_state<T, 0>(sf, S[0]);
     pack_state<T, 1>(sf, S[1]);
