@@ -162,7 +162,9 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 1) cp_
   else
     sum_states(s, a, items, cluster, clusters, rank, warp, lane);
   __syncwarp();
-  ptx::cluster_arrive_relaxed();  // nobody leaves while another one may still write to its stages or barriers
+  // Nobody leaves while another one may still write to its stages or barriers; what this CTA sent is ordered before, since a CTA
+  // of the main pass may take the multiprocessor and its shared memory.
+  ptx::cluster_arrive();
   ptx::cluster_wait();
 }
 
