@@ -319,7 +319,25 @@ def test_flashinfer_call_of_a_server(device: Device) -> None:
         checkpoint_every_n_tokens=64,
         checkpoint_cu_starts=device.cu(0, 2, 4),
     )
-    assert written is pool and torch.equal(o, want) and torch.equal(pool[slots.long()], state)
+    # checkpoints choose another form on CUDA, which rounds elsewhere: bit for bit only against our own call with the same arguments
+    same = {n: y for n, y in given.items() if n not in ("initial_state", "cu_seqlens", "g")}
+    ours, ours_pool, ours_points = torch.empty_like(o), torch.zeros_like(pool), torch.zeros_like(points)
+    ours_pool[slots.long()] = given["initial_state"].float()
+    qla.chunk_gated_delta_rule(
+        **{n: y[None] for n, y in same.items()},
+        g=given["g"].log()[None],
+        initial_state=ours_pool,
+        output_final_state=True,
+        state_v_first=True,
+        cu_seqlens=given["cu_seqlens"],
+        out=ours[None],
+        state_indices=slots,
+        checkpoint_every_n_tokens=64,
+        state_checkpoints=ours_points,
+    )
+    assert written is pool and torch.equal(o, ours) and torch.equal(pool, ours_pool) and torch.equal(points, ours_points)
+    limit = LIMITS[device.dtype][0]
+    assert relative_l2(o.float(), want.float()) < limit and relative_l2(pool[slots.long()], state.float()) < limit
     assert not points.isnan().any() and not pool[[0, 2, 4]].any()
 
     logits = torch.logit(given["beta"].float().clamp(1e-3, 1 - 1e-3))
@@ -332,7 +350,7 @@ def test_flashinfer_call_of_a_server(device: Device) -> None:
 
     bare = {n: given[n] for n in ("q", "k", "v", "cu_seqlens")}
     ones = torch.ones_like(logits)
-    assert torch.equal(theirs(**bare), theirs(**bare, g=ones, beta=ones))
+    assert relative_l2(theirs(**bare).float(), theirs(**bare, g=ones, beta=ones).float()) < limit
     wide = {
         **given,
         "q": torch.cat((given["q"], given["q"].flip(1)), 1),
