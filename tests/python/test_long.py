@@ -350,4 +350,6 @@ def test_training_curves_of_gpu_and_cpu(device: Device) -> None:
     cpu, cuda = (torch.tensor(curves[name].losses).view(10, 20).mean(1) for name in ("cpu", "cuda"))
     print("mean losses of 20 steps:", [round(x, 4) for x in cpu.tolist()], [round(x, 4) for x in cuda.tolist()])
     assert cpu[-1] < cpu[0] - 1
-    assert (cpu - cuda).abs().max() <= 0.03
+    # one and a half times what CPU runs differ among themselves whose weights start 2^-9 apart (docs/decisions/0025)
+    apart = (cpu - cuda).abs()
+    assert apart.median() <= 0.015 and apart.max() <= 0.06, apart
