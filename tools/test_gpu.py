@@ -147,7 +147,7 @@ class Session:
         jobs = []
         for name in SANITIZERS if tool else ():
             for program, chosen in [(p, words) for pattern, words in SANITIZED.items() for p in self.programs(pattern)]:
-                command = [str(tool), "--tool", name, "--error-exitcode", "99", str(program), *chosen]
+                command = [str(tool), "--tool", name, "--error-exitcode", "99", "--print-limit", "10000", str(program), *chosen]
                 jobs.append(Job(f"{name}.{program.name}", command, name, timeout=100.0))
         return jobs
 
