@@ -9,8 +9,13 @@ OURS, THEIRS, THIRD, GREY = "#1f6fb4", "#d1701c", "#3a8f4d", "#888888"
 
 
 def new_figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"a picture needs matplotlib, got: {error}; pip install matplotlib, or leave the picture out"
+        ) from error
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

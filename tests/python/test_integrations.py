@@ -374,8 +374,18 @@ def test_flashinfer_call_refuses_what_it_cannot() -> None:
         ("gate_domain", {"gate_domain": "log2"}),
         ("A_log", {"use_gate_in_kernel": True}),
         ("output_state", {"state_indices": torch.tensor([0]), "initial_state": state, "output_state": state.clone()}),
-        ("output_state", {"output_final_state": True, "output_state": state[:, :1]}),
-        ("v", {"v": x[:, :1]}),
+        ("initial_state", {"state_indices": torch.tensor([0])}),
+        ("output_state: expected shape", {"output_final_state": True, "output_state": state[:, :1]}),
+        ("output_state: expected dtype", {"output_final_state": True, "output_state": state.int()}),
+        (r"output: expected shape \[T, max\(Hq, Hv\), V\] = \[64, 2, 128\]", {"output": x[None]}),
+        ("output: expected dtype", {"output": x.half()}),
+        ("checkpoint_every_n_tokens", {"state_checkpoints": state}),
+        ("g: expected a torch.Tensor", {"g": 0.9}),
+        (r"g: expected shape .* got \[1, 64, 2\]", {"g": x[None, ..., 0]}),
+        ("beta: expected a torch.Tensor", {"beta": [1.0]}),
+        ("v: expected 64 tokens", {"v": x[:9]}),
+        ("v: expected Hv a multiple", {"v": x[:, :1]}),
+        ("k: expected Hv a multiple", {"k": x[:, :1]}),
     ):
-        with pytest.raises((ValueError, NotImplementedError), match=said):
+        with pytest.raises((ValueError, TypeError, NotImplementedError), match=said):
             theirs(**{"q": x, "k": x, "v": x, "cu_seqlens": cu, **wrong})
