@@ -197,8 +197,9 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
         Mma::template wait<0>();
 #pragma unroll
         for (int i = 0; i < 16; i++) of[i] = pack<T>(qs[2 * i] + pd[2 * i], qs[2 * i + 1] + pd[2 * i + 1]);
-      } else if (thread_in_group() % 32 == 0) {
-        tiles.release(ring);
+      } else {
+        __syncwarp();  // every lane has read its stage
+        if (thread_in_group() % 32 == 0) tiles.release(ring);
       }
       ring.advance();
     }
