@@ -161,7 +161,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       release(kStageBars + kMostStages + stage, l.lane);
       pack_state(more, stored + 1);
       ptx::wgmma_wait();
-      if (l.lane == 0) ptx::mbarrier_arrive(pg_empty_bar(base, tile));
+      if (more && l.lane == 0) ptx::mbarrier_arrive(pg_empty_bar(base, tile));  // the last one has been released
     }
   }
   if (it.end == kToCaller)
