@@ -78,6 +78,9 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       if constexpr (Norm) ptx::mbarrier_wait(sm.normed(s), walk.phase());  // the intra role is ahead
       const uint64_t kq = descriptor_k_major(st), k = descriptor_mn_major(st, Cfg::kPanelBytes),
                      tile = descriptor_k_major_32(abar);
+      const float gamma_c = ptx::lds(st + Cfg::kOffVec + (Norm ? kFusedDecay : kFusedGamma + 63) * 4);
+#pragma unroll
+      for (int i = 0; i < 64; i++) state[i] *= gamma_c;
       float acc[64];  // (K S)^T, (Q S)^T
       take_turn();
       ptx::wgmma_fence();
@@ -99,18 +102,6 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
         rf[2 * n] = pack<T>(low.x - scale[n].x * acc[4 * n], low.y - scale[n].y * acc[4 * n + 1]);
         rf[2 * n + 1] = pack<T>(high.x - scale[n].x * acc[4 * n + 2], high.y - scale[n].y * acc[4 * n + 3]);
       }
-      load_columns(scale, vec + kFusedQ * 4);
-      float o[32];
-#pragma unroll
-      for (int n = 0; n < 8; n++) {  // (F7) first term
-        o[4 * n] = acc[32 + 4 * n] * scale[n].x;
-        o[4 * n + 1] = acc[33 + 4 * n] * scale[n].y;
-        o[4 * n + 2] = acc[34 + 4 * n] * scale[n].x;
-        o[4 * n + 3] = acc[35 + 4 * n] * scale[n].y;
-      }
-      const float gamma_c = ptx::lds(st + Cfg::kOffVec + (Norm ? kFusedDecay : kFusedGamma + 63) * 4);
-#pragma unroll
-      for (int i = 0; i < 64; i++) state[i] *= gamma_c;  // while Abar is waited for; with products in flight ptxas serialises
       ptx::mbarrier_wait(sm.pairs().full(walk.pair()), walk.pair_phase());
       float delta[32];
       ptx::wgmma_fence();
@@ -119,22 +110,30 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
         ptx::wgmma_rs<T, 0>(delta, rf + 4 * w, advance(tile, 2048 * w), w > 0);
       ptx::wgmma_commit();
       load_columns(scale, vec + kFusedE * 4);
-      ptx::pin(o);
       ptx::wgmma_wait();
       uint32_t ef[16], df[16];
       pack_operand<T>(df, delta);
+      scaled_operand<T>(ef, delta, scale);  // (F8)
+      float o[32];
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F7) second term
-        ptx::wgmma_rs<T, 0>(o, df + 4 * w, advance(tile, kTileSmemBytes + 2048 * w), 1);
+        ptx::wgmma_rs<T, 0>(o, df + 4 * w, advance(tile, kTileSmemBytes + 2048 * w), w > 0);
       ptx::wgmma_commit();
-      scaled_operand<T>(ef, delta, scale);  // (F8)
+      load_columns(scale, vec + kFusedQ * 4);
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F9) S^T += E^T K
         ptx::wgmma_rs<T, 1>(state, ef + 4 * w, advance(k, 2048 * w), 1);
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();  // o leaves under the state's product
+#pragma unroll
+      for (int n = 0; n < 8; n++) {  // (F7)
+        o[4 * n] += acc[32 + 4 * n] * scale[n].x;
+        o[4 * n + 1] += acc[33 + 4 * n] * scale[n].y;
+        o[4 * n + 2] += acc[34 + 4 * n] * scale[n].x;
+        o[4 * n + 3] += acc[35 + 4 * n] * scale[n].y;
+      }
 #pragma unroll
       for (int j = 0; j < 4; j++)
         ptx::stmatrix_x4_trans(v + 2048 * j, pack<T>(o[8 * j], o[8 * j + 1]), pack<T>(o[8 * j + 2], o[8 * j + 3]),
