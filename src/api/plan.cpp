@@ -73,7 +73,8 @@ float makespan(std::vector<float>& items, int32_t sms) {
 float predict(const PlannedCall& planned, const Choice& choice, const plan::Shape& shape, const std::vector<Segment>& segments,
               int64_t chunks) {
   const DeviceCosts& costs = planned.costs;
-  const plan::Candidate candidate{choice.rule.segment_chunks, choice.value_splits, choice.fused, choice.rule.uncut_chunks};
+  const plan::Candidate candidate{choice.rule.segment_chunks, choice.value_splits, choice.fused, choice.rule.uncut_chunks,
+                                  choice.balanced};
   const auto items = static_cast<float>(static_cast<int64_t>(segments.size()) * choice.value_splits);
   const float per_chunk =
       plan::chunk_cost(costs, shape, candidate, items,
@@ -91,6 +92,12 @@ float predict(const PlannedCall& planned, const Choice& choice, const plan::Shap
     }
     chain = s.start == QLA_START_MERGED ? chain + 1 : 0;
     longest_chain = std::max(longest_chain, chain);
+  }
+  if (choice.balanced) {
+    float total = 0, longest = 0;
+    for (const float us : main) total += us, longest = std::max(longest, us);
+    return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) +
+           std::max(longest, total / static_cast<float>(costs.num_sms)) + plan::kHandOver;
   }
   return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) + makespan(main, costs.num_sms) +
          makespan(pre, costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;

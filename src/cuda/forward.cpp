@@ -138,6 +138,9 @@ segments::Args plan_args(const Run& r) {
   a.header = r.b.header;
   a.items = r.b.items;
   a.chunk_table = r.b.chunk_table;
+  a.balanced_shares = int32_t(r.plan.counts.balanced_shares);
+  a.fused_ctas = int32_t(std::min<int64_t>(r.plan.counts.items, r.device.multiprocessors));
+  a.part_flags = r.b.part_flags;
   if (r.plan.counts.both) {
     a.fused_chunks = r.plan.choice.fused_chunks;
     a.fused_header = r.b.fused_header;
@@ -249,6 +252,8 @@ ForwardParams forward_params(const Run& r) {
   f.merged = b.states;
   f.carry_in = b.carry[r.parity];
   f.carry_out = b.carry[1 - r.parity];
+  f.shares = int32_t(r.plan.counts.balanced_shares);
+  f.part_flags = b.part_flags;
   f.carries_all = f.asks = r.plan.counts.both;
   if (r.plan.choice.fused) make_fused(f, r);
   f.dependent = true;
@@ -344,7 +349,9 @@ void run_range(const Run& r) {
   }
   const bool inside = plans_inside(r), early = !inside && cuts_early(r) && !r.plan.choice.fused;
   // Items of an uncut run; where something is cut they are written anew when the gates are known.
-  if (counts.fused)
+  if (counts.balanced_shares)
+    check_cuda(segments::launch_balanced(plan_args(r), gates_args(r), r.stream), "plan_balanced_and_gates");
+  else if (counts.fused)
     check_cuda(segments::launch_with_gates(plan_args(r), gates_args(r), multiprocessors, r.stream), "plan_and_gates");
   else if (!inside && !counts.both)
     check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream), "plan_segments");

@@ -42,6 +42,7 @@ inline PlanInput plan_input(const qla_gdn_forward_args& args, const Problem& p, 
   in.saved = present(args.saved);
   in.both_bytes = forward_workspace_limit();
   in.can.both = in.can.fused && p.varlen;
+  in.can.balanced = in.can.fused;
   return in;
 }
 
@@ -64,13 +65,15 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
     shape.equal_lengths =
         in.shape.equal_lengths || in.shape.num_seqs > 3;  // of many, one long sequence is unlikely (profiles_of)
     bounds.total_tokens = std::max<int64_t>(0, range_slots - in.shape.num_seqs) * plan::kChunkTokens;
-    can.fused = can.both = false;
+    can.fused = can.both = can.balanced = false;
     can.segments = can.segments && cuts;
   }
   const plan::Choice& choice = result.choice = plan::choose(in.costs, shape, in.policy, can);
   counts.fused = choice.fused;
   counts.both = choice.fused_chunks > 0;
+  counts.balanced_shares = choice.balanced ? in.costs.num_sms : 0;
   counts.items = plan::most_items(bounds, choice);
+  counts.items += counts.balanced_shares;
   counts.v_parts = choice.value_splits;
   // Few heads need the pre-pass where warm-up serves the others: then it is short of CTAs, and halves of V finish sooner.
   counts.pre_v_parts = choice.rule.exact ? choice.value_splits : 2;
@@ -88,7 +91,7 @@ inline bool may_range(const PlanInput& in) {
 
 inline PlanInput one_form(const PlanInput& in) {
   PlanInput one = in;
-  one.can.both = false;
+  one.can.both = one.can.balanced = false;
   return one;
 }
 // Both forms where the two kernels take the chunks in a few ranges, a part of each sequence in every one (plan/ranges.hpp); the
@@ -117,7 +120,7 @@ inline ForwardPlan whole_plan(const PlanInput& in) {
   return one;
 }
 inline ForwardPlan least_plan(const PlanInput& in, const ForwardPlan& whole) {
-  if (whole.counts.both) return least_plan(one_form(in), whole_plan(one_form(in)));
+  if (whole.counts.both || whole.counts.balanced_shares) return least_plan(one_form(in), whole_plan(one_form(in)));
   if (!may_range(in)) return whole;
   const ForwardPlan least = plan_ranges(in, kLeastRangeSlots, false);
   return least.bytes < whole.bytes ? least : whole;
@@ -126,7 +129,7 @@ inline ForwardPlan least_plan(const PlanInput& in, const ForwardPlan& whole) {
 // The fewest ranges whose buffers fit, about equally long; where none do, the least plan.
 inline ForwardPlan fitting_plan(const PlanInput& in, const ForwardPlan& whole, size_t bytes) {
   if (whole.bytes <= bytes) return whole;
-  if (whole.counts.both) return fitting_plan(one_form(in), whole_plan(one_form(in)), bytes);
+  if (whole.counts.both || whole.counts.balanced_shares) return fitting_plan(one_form(in), whole_plan(one_form(in)), bytes);
   if (!may_range(in)) return whole;
   const int64_t all = in.problem.chunk_slots();
   const int64_t a_slot = in.problem.num_v_heads * (kTileBytes + (in.saved ? 0 : kTileBytes + int64_t{kVecFloats} * 4));

@@ -36,6 +36,7 @@ struct ForwardBuffers {
   ChunkRecord* chunk_table;
   uint8_t* pg;
   float* gates;              // the fused form's vectors, by slot and value head
+  int32_t* part_flags;       // balanced: of the borders, whose states lie in carry[0]
   PlanHeader* fused_header;  // of the fused form, where a call has both
   WorkItem* fused_items;
   // context parallelism
@@ -55,9 +56,10 @@ struct ForwardCounts {
   int64_t items = 0;                    // bound on the work items of the main pass, in one range; the other counts, too
   int64_t v_parts = 1, pre_v_parts = 1;
   bool cut = false, fused = false;
-  bool both = false;       // both forms: items and v_parts are the two kernels'
-  int64_t units = 0;       // bound on segments over all value heads
-  int64_t end_states = 0;  // bound on merged boundaries
+  int64_t balanced_shares = 0;  // fused: shares of a balanced list (plan/balance.hpp); 0: it is not
+  bool both = false;            // both forms: items and v_parts are the two kernels'
+  int64_t units = 0;            // bound on segments over all value heads
+  int64_t end_states = 0;       // bound on merged boundaries
 };
 inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const ForwardCounts& n, bool saved_given) {
   plan::Layout layout(base);
@@ -68,6 +70,8 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   b.chunk_table = layout.take<ChunkRecord>(tables * n.range_slots);
   if (n.fused) {  // Abar and Pg stay on chip
     b.gates = layout.take<float>(n.range_slots * p.num_v_heads * kFusedVecFloats);
+    b.part_flags = layout.take<int32_t>(2 * n.balanced_shares);
+    b.carry[0] = b.carry[1] = layout.take<float>(n.balanced_shares * kStateFloats);
     b.bytes = layout.bytes();
     return b;
   }

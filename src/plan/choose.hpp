@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "plan/balance.hpp"
 #include "plan/costs.hpp"
 #include "plan/forms.hpp"
 #include "plan/model.hpp"
@@ -18,7 +19,8 @@ inline constexpr int64_t kItemsPerSm = 4;               // no more segments than
 
 struct Capabilities {  // what the device's kernels can do
   bool fused = true, v_split = true, segments = true;
-  bool both = false;  // fused and two kernels in one call, the planning kernel gives all items to one of them
+  bool balanced = false;  // the fused form's items in two parts each where that fills the last round
+  bool both = false;      // fused and two kernels in one call, the planning kernel gives all items to one of them
 };
 
 enum class Reason : int32_t {
@@ -31,7 +33,8 @@ enum class Reason : int32_t {
   ValueSplit,
   Segments,
   SegmentsAndSplit,
-  BothForms
+  BothForms,
+  Balanced
 };
 
 inline const char* reason_text(Reason reason) {
@@ -54,6 +57,8 @@ inline const char* reason_text(Reason reason) {
       return "few heads: sequences are cut into segments";
     case Reason::SegmentsAndSplit:
       return "few heads: sequences are cut into segments, V into halves";
+    case Reason::Balanced:
+      return "sequences and heads fill the device: no cut; items in two parts fill its last round";
     case Reason::BothForms:
       return "fused for about equal lengths, two halves of V for a long one: seen on the device";
   }
@@ -67,12 +72,14 @@ struct Choice {
   // 0: one form. Else both are in the call: fused for a packing whose longest sequence has at most so many chunks, and two
   // kernels with value_splits (2) else (forms.hpp).
   int64_t fused_chunks = 0;
+  bool balanced = false;   // fused: some items in two parts, one after the other (balance.hpp)
   float predicted_us = 0;  // of the supposed lengths and gates
   Reason reason = Reason::NothingToCut;
 };
 
 // Where sequences have at most so many chunks each, one direct launch of the fused form needs nothing before it.
 inline constexpr int64_t kDirectChunks = 40;
+inline constexpr int64_t kMostBalancedRounds = 8;  // then the queue evens them out
 
 // Dense calls have equal sequences. A packing's lengths are unknown: equal, or one long sequence and short ones; with two or
 // three sequences the second is half as likely (a wrong guess at equal ones costs more: decision 0056), more even out.
@@ -167,6 +174,17 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     }
   }
 
+  // The fused form with its last round filled, where that saves more than the model's word is good for.
+  bool balanced = false;
+  const int64_t items = shape.seqs() * shape.num_v_heads;
+  if (can.balanced && can.fused && given == 0 && policy.mode != QLA_CP_FIXED && !policy.batch_invariant && !shape.backward &&
+      items > costs.num_sms && items <= kMostBalancedRounds * costs.num_sms && shape.num_seqs <= kMostBalancedSeqs) {
+    float us = 0;
+    for (int32_t i = 0; i < profiles.count; ++i)
+      us += profiles.all[i].weight * estimate(costs, shape, policy, profiles.all[i], {0, 1, true, 0, true});
+    if (us < 0.97f * best_us) best = {0, 1, true, 0, true}, best_us = us, fused_chunks = 0, balanced = true;
+  }
+
   // .. up to which length: that of equal sequences, then longer and longer ones beside shorter ones
   if (repeats) best.uncut_chunks = policy.uncut_chunks;
   for (int64_t i = 0, ends = profiles.all[0].kinds[0].chunks; free_choice && i < 16 && ends < total;
@@ -181,6 +199,7 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   choice.value_splits = best.splits;
   choice.fused = best.fused;
   choice.fused_chunks = fused_chunks;
+  choice.balanced = balanced;
   choice.predicted_us = best_us;
   if (policy.mode == QLA_CP_OFF && fused_chunks == 0)
     choice.reason = Reason::Off;
@@ -190,6 +209,8 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     choice.reason = Reason::Repeated;
   else if (cuts && policy.batch_invariant)
     choice.reason = Reason::Invariant;
+  else if (balanced)
+    choice.reason = Reason::Balanced;
   else if (fused_chunks > 0)
     choice.reason = Reason::BothForms;
   else if (best.segment_chunks > 0)

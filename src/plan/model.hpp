@@ -50,7 +50,11 @@ struct Candidate {
   int32_t splits;          // of V
   bool fused;
   int64_t uncut_chunks = 0;  // sequences of at most so many chunks stay whole
+  bool balanced = false;     // fused: by McNaughton's rule (balance.hpp)
 };
+
+// Microseconds until the late part of an item goes on where the early one ended.
+inline constexpr float kHandOver = 4.0f;
 
 // Of what a cut costs in launches, the share that a call pays whose sequences turn out too short for it.
 inline constexpr float kAskedShare = 0.5f;
@@ -76,6 +80,7 @@ inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Cand
   if (c.fused) {
     const float full = costs.fused[group_kind(shape)] * power, rest = rounds - whole;
     if (rounds <= 0.75f) return costs.fused_quiet;
+    if (c.balanced) return full;
     // a last round that leaves much of the card idle is a quiet one
     return rest > 0.0f && rest <= 0.75f && whole <= 3.0f ? (whole * full + costs.fused_quiet) / (whole + 1.0f) : full;
   }
@@ -179,7 +184,7 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     cut |= pieces > 1;
     const float count = static_cast<float>(kind.count), length = static_cast<float>(ceil_div(kind.chunks, pieces));
     // of one long sequence and short ones, the long one's items run on when the others have ended
-    const bool outlives = c.fused && i == 0 && profile.num_kinds == 2;
+    const bool outlives = c.fused && !c.balanced && i == 0 && profile.num_kinds == 2;
     const float per_chunk = chunk_cost(costs, shape, c, outlives ? count * heads : items, share);
     main.add(count * heads * splits, length * per_chunk + costs.item);
     if (pieces == 1) continue;
@@ -190,6 +195,13 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     // S_ext of all segments but the last, M of all but the first and the last; always in halves of V.
     pre.add(count * exact_heads * 2.0f * (2.0f * later - 1.0f), length * costs.state_half);
     if (exact_heads > 0) longest_chain = std::max(longest_chain, pieces - 1);
+  }
+  if (c.balanced) {
+    float longest = 0;
+    for (int32_t i = 0; i < profile.num_kinds; ++i) longest = std::max(longest, static_cast<float>(profile.kinds[i].chunks));
+    const float rounds = items / sms;
+    return parallel_cost(costs, shape, c, chunks, cut) +
+           std::max(longest, share + 0.5f) * chunk_cost(costs, shape, c, items, share) + costs.item * rounds + kHandOver;
   }
   return parallel_cost(costs, shape, c, chunks, cut) + main.makespan(sms) + pre.makespan(sms) +
          static_cast<float>(longest_chain) * costs.merge;

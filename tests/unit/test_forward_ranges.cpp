@@ -131,6 +131,24 @@ TEST(ForwardPlan, CutsOfAFixedPlaceForbidRanges) {
   EXPECT_EQ(cuda::fitting_plan(in, whole, 1).counts.ranges, 1);
 }
 
+// A balanced call has room for one more item, one state and two words a share; with less memory it is as without.
+TEST(ForwardPlan, BalancedNeedsAStateAShare) {
+  cuda::PlanInput in = input_of(8 * 1024, 8, 8, 24);
+  in.can.fused = in.can.both = in.can.balanced = true;
+  in.both_bytes = size_t{256} << 20;
+  const cuda::ForwardPlan whole = cuda::whole_plan(in), one = cuda::whole_plan(cuda::one_form(in));
+  ASSERT_EQ(whole.counts.balanced_shares, in.costs.num_sms);
+  EXPECT_TRUE(whole.counts.fused);
+  EXPECT_EQ(whole.counts.items, 8 * 24 + in.costs.num_sms);
+  EXPECT_EQ(one.counts.balanced_shares, 0);
+  EXPECT_TRUE(one.counts.fused);
+  EXPECT_LE(whole.bytes, one.bytes + size_t(in.costs.num_sms) * (4 * cuda::kStateFloats + 64 + 8) + 4096);
+  EXPECT_EQ(cuda::fitting_plan(in, whole, whole.bytes).counts.balanced_shares, in.costs.num_sms);
+  EXPECT_EQ(cuda::fitting_plan(in, whole, whole.bytes - 1).counts.balanced_shares, 0);
+  EXPECT_EQ(cuda::least_plan(in, whole).bytes, one.bytes);
+  EXPECT_EQ(cuda::lay_out_forward(nullptr, in.problem, whole.counts, false).bytes, whole.bytes);
+}
+
 // Both forms in one call need what the two kernels need, and a second list; where that is too much it is one form again.
 TEST(ForwardPlan, BothFormsWithinTheLimit) {
   const auto input = [](int64_t tokens, int64_t heads) {

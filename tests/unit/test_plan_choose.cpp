@@ -221,6 +221,31 @@ TEST(Choose, BothFormsOnlyWhereAsked) {
       }
 }
 
+// Items in two parts fill the last round, where it is worth it: 192 items of 132 multiprocessors, not 128 or 256.
+TEST(Choose, BalancedWhereTheLastRoundIsHalfEmpty) {
+  constexpr Capabilities kAll{.fused = true, .v_split = true, .segments = true, .balanced = true, .both = true};
+  for (const int64_t seqs : {4, 8})
+    for (const int64_t tokens : {1024, 2048, 8192})
+      for (const int64_t heads : {16, 24, 32, 48, 64}) {
+        SCOPED_TRACE(std::to_string(seqs) + " x " + std::to_string(tokens) + ", " + std::to_string(heads) + " heads");
+        const Shape shape = packing_of(seqs * tokens, seqs, 8, heads);
+        const Choice choice = choose(kH200, shape, Policy{}, kAll), without = choose(kH200, shape, Policy{}, kBoth);
+        EXPECT_EQ(choice.balanced, seqs * heads == 192);
+        if (!choice.balanced) {
+          EXPECT_EQ(choice.fused, without.fused);
+          continue;
+        }
+        EXPECT_EQ(choice.reason, Reason::Balanced);
+        EXPECT_TRUE(choice.fused);
+        EXPECT_EQ(choice.fused_chunks, 0);
+        EXPECT_LT(choice.predicted_us, 0.97f * without.predicted_us);
+      }
+  Policy invariant;
+  invariant.batch_invariant = true;
+  EXPECT_FALSE(choose(kH200, packing_of(8 * 1024, 8, 8, 24), invariant, kAll).balanced);
+  EXPECT_TRUE(choose(kH200, shape_of_row(8 * 1024, 8, 8, 24), Policy{}, kAll).balanced);  // dense
+}
+
 // Items by groups is items one by one.
 TEST(Choose, QueueIsTheLongestFirst) {
   std::mt19937 random(3);

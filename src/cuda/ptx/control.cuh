@@ -33,6 +33,16 @@ __device__ __forceinline__ int64_t load_after_plan(const int64_t* p) {
   return x;
 }
 
+// A flag between CTAs: raised after what the CTA's threads wrote and a barrier among them, seen before what is read then.
+__device__ __forceinline__ void raise_flag(int32_t* p) {
+  asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(p) : "memory");
+}
+__device__ __forceinline__ int32_t read_flag(const int32_t* p) {
+  int32_t x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t r;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));

@@ -45,6 +45,8 @@ struct ForwardParams {
   const float* carry_in = nullptr;  // [HV][V][K]: kStartCarried ..
   float* carry_out = nullptr;       // .. and kCarry
   bool carries_all = false;         // .. for every sequence, [N][HV][V][K]
+  int32_t shares = 0;               // fused, balanced: so many, 0: not ..
+  int32_t* part_flags = nullptr;    // .. a late part's early one is done (2), and where shares begin; states by start_index
   // Both forms are in the call: leaves at once where the other one has everything. The fused form, which comes first, lets what
   // follows begin when it has the plan.
   bool asks = false;

@@ -16,9 +16,10 @@ __device__ __forceinline__ StateAddress state_address(const StateView& x, int64_
   return {static_cast<char*>(x.data) + bytes * (index * x.stride_n + v_head * x.stride_h), x.dtype, x.stride_k, x.stride_v};
 }
 
-// Where a sequence's states lie in what ranges of chunks hand over, counted in states.
-__device__ __forceinline__ int64_t carried_before(const ForwardArgs& a, uint32_t item) {
-  return a.p.carries_all ? int64_t(slot::sequence(item)) * a.p.num_v_heads : 0;
+// Where a state lies in what ranges of chunks or the parts of an item hand over, counted in states.
+__device__ __forceinline__ int64_t carried_at(const ForwardArgs& a, uint32_t item) {
+  if (a.p.shares) return slot::start_index(item);
+  return (a.p.carries_all ? int64_t(slot::sequence(item)) * a.p.num_v_heads : 0) + slot::v_head(item);
 }
 
 // Where the state goes before chunk c (or after the last): snapshot, checkpoint, final state. One copy of the stores for all.
@@ -48,8 +49,8 @@ __device__ __forceinline__ void save_state(const ForwardArgs& a, uint32_t item, 
           x = a.p.final_state;
           index = slot::state_index(item);
         } else if (to == kCarry) {
-          x = {a.p.carry_out, QLA_FLOAT32, 16384, 16384, 1, 128};
-          index = carried_before(a, item);
+          x = {a.p.carry_out, QLA_FLOAT32, 16384, 0, 1, 128};
+          index = carried_at(a, item);
         } else {
           continue;
         }
@@ -68,7 +69,7 @@ __device__ __forceinline__ void start_state(const ForwardArgs& a, uint32_t item,
   if (start == QLA_START_INITIAL) {
     load_state(S, state_address(a.p.initial_state, slot::state_index(item), slot::v_head(item)), v0, lane);
   } else if (start == QLA_START_MERGED || start == kStartCarried) {
-    const float* from = start == kStartCarried ? a.p.carry_in + (carried_before(a, item) + slot::v_head(item)) * 16384
+    const float* from = start == kStartCarried ? a.p.carry_in + carried_at(a, item) * 16384
                                                : a.p.merged + int64_t(slot::start_index(item)) * 16384;
     load_contiguous<1, 128>(S, {const_cast<float*>(from), QLA_FLOAT32, 1, 128}, v0, lane);
   } else {

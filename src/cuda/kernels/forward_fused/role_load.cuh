@@ -54,6 +54,15 @@ __device__ __forceinline__ int next_index(const FusedArgs& a) {
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(grid));
   return grid + atomicAdd(&a.p.plan->next_item, 1);
 }
+// Balanced: where the next share begins (plan_segments/balanced.cuh). The counter begins at minus the grid's size.
+__device__ __forceinline__ int next_share(const FusedArgs& a) {
+  for (;;) {
+    const int share = next_index(a);
+    if (share >= a.p.shares) return INT32_MAX;
+    const int index = a.p.part_flags[a.p.shares + share];
+    if (index != INT32_MAX) return index;
+  }
+}
 // What a CTA asks for first. All begin at once, and memory would deliver last what each of them needs first: so the initial state
 // comes in the place of the next two stages, the second chunk is not asked for before it has been taken from there, and the third
 // one not before the first one's Abar is there. In a direct launch the gate vectors are still being made; the first chunk's go
@@ -78,7 +87,7 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
   uint32_t phase = 1;  // of the empty barriers: the first round passes
   uint32_t taken = 0;
   int step = kFirstChunk;
-  for (int index = blockIdx.x;;) {
+  for (int index = a.p.shares ? next_share(a) : blockIdx.x;;) {
     ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
     const uint32_t item = sm.slot_address(taken & 1);
     const bool valid = fetch_fused_item(a, item, index);
@@ -124,7 +133,12 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
       if (++s == Cfg::kStages) s = 0, phase ^= 1;
       step = min(step + 1, int(kAnyChunk));
     }
-    index = a.direct ? INT32_MAX : next_index(a);
+    if (a.p.shares) {
+      index = slot::segment(item);
+      if (index == INT32_MAX) index = next_share(a);
+    } else {
+      index = a.direct ? INT32_MAX : next_index(a);
+    }
   }
 }
 

@@ -58,7 +58,10 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       take_first_state(sm.first_state(), a.p.initial_state.stride_k == 1, S, first_column(sm.slot_address(walk.slot()), part),
                        lane);
     } else {
-      start_state(a, sm.slot_address(walk.slot()), S, part);
+      const uint32_t item = sm.slot_address(walk.slot());
+      if (slot::start(item) == kStartCarried)  // balanced: the late part of an item; the early one is under way or done
+        while (ptx::read_flag(a.p.part_flags + slot::start_index(item)) < Cfg::kParts) __nanosleep(200);
+      start_state(a, item, S, part);
     }
     if (first) {
       __syncwarp();
@@ -149,7 +152,11 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
     }
     save_state<Cfg>(a, sm.slot_address(walk.slot()), S, 0, true, part);
     ptx::named_sync(2 + part, 128);
-    if (threadIdx.x % 128 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
+    if (threadIdx.x % 128 == 0) {
+      const uint32_t item = sm.slot_address(walk.slot());
+      if (a.p.shares && slot::is_last(item) == kCarry) ptx::raise_flag(a.p.part_flags + slot::start_index(item));
+      ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
+    }
   }
   if (part == 0) take_turn();
 }

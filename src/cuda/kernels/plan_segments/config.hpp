@@ -33,6 +33,11 @@ struct Args {
   int32_t ranges;
   int32_t range_slots;
   int64_t range_items;
+  // Balanced (balanced.cuh): in so many shares, 0: not. part_flags: of the border behind each; then where each begins in `items`,
+  // as they are taken.
+  int32_t balanced_shares;
+  int32_t fused_ctas;  // the grid that takes the list
+  int32_t* part_flags;
   int32_t range;                                // in the kernel: which one's tables are being made ..
   int32_t part_slot[qla::plan::kMostBothSeqs];  // .. and where each sequence's part begins in them
 };

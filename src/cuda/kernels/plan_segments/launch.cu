@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/dependent_launch.hpp"
+#include "cuda/kernels/plan_segments/balanced.cuh"
 #include "cuda/kernels/plan_segments/cut.cuh"
 #include "cuda/kernels/plan_segments/cut_passes.cuh"
 #include "cuda/kernels/plan_segments/kernel.cuh"
@@ -43,6 +44,13 @@ cudaError_t launch_with_gates(const Args& args, const gates::Args& gates, int mu
     plan_both_and_gates<<<unsigned(int64_t(ctas) * args.ranges + gate_ctas), kThreads, 0, stream>>>(args, sized, ctas);
   else
     plan_and_gates<<<unsigned(ctas + gate_ctas), kThreads, 0, stream>>>(args, sized, ctas);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_balanced(const Args& args, const gates::Args& gates, cudaStream_t stream) {
+  gates::Args sized = gates;
+  sized.parts = (gates.num_v_heads + gates::kHeads - 1) / gates::kHeads;
+  plan_balanced_and_gates<<<unsigned(1 + int64_t(args.slots) * sized.parts), kThreads, 0, stream>>>(args, sized);
   return cudaGetLastError();
 }
 

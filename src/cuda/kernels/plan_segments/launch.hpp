@@ -12,6 +12,8 @@ cudaError_t prepare();  // once a device
 cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream);
 // .. and in the same launch the fused forward's gate vectors
 cudaError_t launch_with_gates(const Args& args, const gates::Args& gates, int multiprocessors, cudaStream_t stream);
+// .. a fused call's list by McNaughton's rule: args.balanced_shares more items than sequences and heads
+cudaError_t launch_balanced(const Args& args, const gates::Args& gates, cudaStream_t stream);
 // after chunk_intra, where sequences are cut
 struct CutArgs;
 cudaError_t launch_cut(CutArgs& args, cudaStream_t stream);
