@@ -108,4 +108,54 @@ inline Choice choose_backward(const DeviceCosts& costs, const Shape& shape, cons
   return choice;
 }
 
+// Pg (F6) for the reverse pass: made by its own CTAs beside their products, or by a kernel of its own (decision 0076). The
+// gradients have the same bits either way.
+struct PgChoice {
+  int32_t pairs = 0;  // of multiprocessors, for that kernel; 0: there is none
+  int32_t made = 0;   // chunks at a walk's beginning that still make theirs: by then the kernel is done
+  bool late = false;  // the passes begin beside it
+};
+// Microseconds: what Pg costs a chunk of the reverse chain; an item (a chunk of one q/k head) of the kernel on one
+// multiprocessor, which two warpgroups share, and each of its value heads. A launch is intra_launch.
+inline constexpr float kPgBeside = 0.2f, kPgItem = 0.2f, kPgHead = 0.17f;
+// .. bytes a microsecond beside the passes, and alone
+inline constexpr float kPgRateBeside = 2.0e6f, kPgRateAlone = 3.0e6f;
+// of Pg's kernel in a cut call, what cut_passes takes anyway
+inline constexpr float kPgBehindCut = 8.0f;
+// The pairs that a kernel beside the passes needs, and a pair that is left idle: with fewer, memory bounds the passes soon.
+inline constexpr float kLeastPgPairs = 8, kIdlePairs = 1;
+
+// microseconds of the kernel
+inline float pg_cost(const DeviceCosts& costs, const Shape& shape, float multiprocessors, float rate) {
+  const float group = static_cast<float>(shape.group),
+              items = static_cast<float>(shape.total_chunks() * std::max<int64_t>(1, shape.num_v_heads / shape.group));
+  return costs.intra_launch + std::max((1.0f + items / multiprocessors) * (kPgItem + kPgHead * group),
+                                       items * (32.0f + 6.0f * group) * 1024.0f / rate);
+}
+
+inline PgChoice choose_pg(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Choice& choice) {
+  const float sms = static_cast<float>(costs.num_sms), pairs = sms / 2, heads = static_cast<float>(shape.num_v_heads);
+  if (shape.total_tokens == 0 || shape.num_v_heads == 0) return {};
+  if (choice.rule.segment_chunks == 0) {
+    // Chains of reverse items, which all run at once, against the memory's rate.
+    const float length = static_cast<float>(ceil_div(shape.total_chunks(), shape.seqs())),
+                items = static_cast<float>(shape.seqs()) * heads, idle = pairs - 2 * items - kIdlePairs,
+                memory = length * items * costs.passes / sms;
+    if (idle < kLeastPgPairs || length * costs.reverse_half < memory) return {};
+    const float made = pg_cost(costs, shape, 2 * idle, kPgRateBeside) / costs.reverse_half + 1.0f;
+    if ((length - made) * kPgBeside < costs.intra_launch) return {};
+    return {static_cast<int32_t>(idle), static_cast<int32_t>(made), true};
+  }
+  DeviceCosts without = costs;  // Pg beside the products
+  without.reverse_half -= kPgBeside;
+  const Profiles profiles = profiles_of(shape);
+  float gain = 0;
+  for (int32_t i = 0; i < profiles.count; ++i)
+    gain += profiles.all[i].weight * (estimate_passes(costs, shape, policy, profiles.all[i], choice.rule.segment_chunks) -
+                                      estimate_passes(without, shape, policy, profiles.all[i], choice.rule.segment_chunks));
+  const float cost = std::max(costs.intra_launch, pg_cost(costs, shape, sms, kPgRateAlone) - kPgBehindCut);
+  if (gain < cost) return {};
+  return {static_cast<int32_t>(pairs - kIdlePairs), 0, false};  // cut_passes has room beside it
+}
+
 }  // namespace qla::plan
