@@ -1,8 +1,8 @@
 // cp_merge - (C1) S_start(j + 1) = M_j S_start(j) + S_ext(j) along each chain of merged boundaries, in fp32, in place.
 //   grid: a cluster of four CTAs a work item = (chain, 32 value rows of S^T), a CTA eight of them: value columns of S are
 //   independent, so CTAs share M and nothing else. S^T (j + 1)[v][k] = sum_i S^T(j)[v][i] M^T[i][k] + S_ext^T[v][k]; warp w sums
-//   over i = 16 w .. 16 w + 15, lane l has k = 4 l .. 4 l + 3, and the eight partial sums are added in a fixed order. Few
-//   multiprocessors, so that the recurrence of the heads that wait for no merge runs on the others meanwhile.
+//   over i = 16 w .. 16 w + 15, a half of its lanes for four rows each, and the eight partial sums are added in a fixed order.
+//   Few multiprocessors, so that the recurrence of the heads that wait for no merge runs on the others meanwhile.
 //
 // Roles    warps  owns
 //   sums   0-7    eight rows of the state
@@ -52,29 +52,37 @@ struct Place {
   __device__ __forceinline__ explicit Place(uint32_t h) : stage(h % kStages), parity(h / kStages & 1) {}
 };
 
-// this warp's share of the next state
+// this warp's share of the next state; a lane has four rows and columns 4 l .. 4 l + 3 and 64 + 4 l .. of them, l = lane % 16:
+// the state's elements are what a wider tile of rows would read more of, and a load of one for all lanes is not cheaper than
+// others
 __device__ __forceinline__ void multiply(Shared& s, uint32_t stage, int warp, int lane) {
-  float4 sum[kRows] = {};
+  constexpr int kTile = kRows / 2;
+  const int v0 = lane / 16 * kTile, k = lane % 16 * 4;
+  float4 sum[2][kTile] = {};
 #pragma unroll
   for (int q = 0; q < kTerms; q += 4) {
-    float4 x[kRows];
+    float4 x[kTile];
 #pragma unroll
-    for (int v = 0; v < kRows; v++) x[v] = *reinterpret_cast<const float4*>(&s.state[v][warp * kTerms + q]);
+    for (int v = 0; v < kTile; v++) x[v] = *reinterpret_cast<const float4*>(&s.state[v0 + v][warp * kTerms + q]);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float4 m = *reinterpret_cast<const float4*>(&s.move[stage][warp % 4 * kTerms + q + i][4 * lane]);
+    for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int v = 0; v < kRows; v++) {
-        const float y = i == 0 ? x[v].x : i == 1 ? x[v].y : i == 2 ? x[v].z : x[v].w;
-        sum[v].x = fmaf(y, m.x, sum[v].x);
-        sum[v].y = fmaf(y, m.y, sum[v].y);
-        sum[v].z = fmaf(y, m.z, sum[v].z);
-        sum[v].w = fmaf(y, m.w, sum[v].w);
+      for (int half = 0; half < 2; half++) {
+        const float4 m = *reinterpret_cast<const float4*>(&s.move[stage][warp % 4 * kTerms + q + i][64 * half + k]);
+#pragma unroll
+        for (int v = 0; v < kTile; v++) {
+          const float y = i == 0 ? x[v].x : i == 1 ? x[v].y : i == 2 ? x[v].z : x[v].w;
+          sum[half][v].x = fmaf(y, m.x, sum[half][v].x);
+          sum[half][v].y = fmaf(y, m.y, sum[half][v].y);
+          sum[half][v].z = fmaf(y, m.z, sum[half][v].z);
+          sum[half][v].w = fmaf(y, m.w, sum[half][v].w);
+        }
       }
-    }
   }
 #pragma unroll
-  for (int v = 0; v < kRows; v++) *reinterpret_cast<float4*>(&s.partial[warp][v][4 * lane]) = sum[v];
+  for (int half = 0; half < 2; half++)
+#pragma unroll
+    for (int v = 0; v < kTile; v++) *reinterpret_cast<float4*>(&s.partial[warp][v0 + v][64 * half + k]) = sum[half][v];
 }
 
 __device__ __forceinline__ void load_moves(Shared& s, const Args& a, int items, int cluster, int clusters, int rank, int lane) {
