@@ -18,7 +18,12 @@ def item_range(text: str) -> tuple[int, int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda with --grid, else cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the JSON lines, the table and the picture")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/bench"),
+        help="folder of the JSON lines, the table and the picture (default out/bench)",
+    )
     cpu = parser.add_argument_group("on the CPU")
     cpu.add_argument("--tokens", type=int, default=4096, help="tokens of the main case (default 4096)")
     cpu.add_argument(
@@ -33,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="forward rows of the published grid under every plan (number of segments, V split), beside the planner's choice",
     )
-    gpu.add_argument("--pass", dest="direction", choices=["fwd", "bwd", "both"], default="both")
+    gpu.add_argument(
+        "--pass", dest="direction", choices=["fwd", "bwd", "both"], default="both", help="rows of which pass (default both)"
+    )
     gpu.add_argument(
         "--rows",
         help="only rows whose 'pass model lengths Hk,Hv' contains every one of these comma-separated words, e.g. '1x,2:8'",

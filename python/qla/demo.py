@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare-steps", type=int, default=20, help="steps that run with transformers' torch code too (default 20)"
     )
-    parser.add_argument("--batch", type=int, default=2, help="sequences in a batch")
-    parser.add_argument("--length", type=int, default=512, help="tokens (bytes) in a sequence")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=2, help="sequences in a batch (default 2)")
+    parser.add_argument("--length", type=int, default=512, help="tokens (bytes) in a sequence (default 512)")
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model (default 128)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default 0)")
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU that our kernels serve, else the CPU"
     )
@@ -220,8 +220,9 @@ def main(args: argparse.Namespace) -> int:
     import qla
     from qla.progress import Bar
 
-    if args.steps < 1 or args.compare_steps < 0 or args.length < 2 or args.batch < 1:
-        raise SystemExit("demo: --steps, --length and --batch must be positive")
+    for name, least in (("steps", 1), ("compare_steps", 0), ("length", 2), ("batch", 1), ("hidden", 1)):
+        if (got := getattr(args, name)) < least:
+            raise ValueError(f"--{name.replace('_', '-')}: expected {least} or more, got {got}")
     started = time.perf_counter()
     transformers.logging.set_verbosity_error()
     device, why = pick_device(args.device)

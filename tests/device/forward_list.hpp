@@ -1,7 +1,6 @@
 // What test_forward runs.
 #pragma once
 
-#include <list>
 #include <string>
 #include <vector>
 
@@ -10,7 +9,7 @@
 namespace fwdtest {
 
 struct Case {
-  const char* name;
+  std::string name;
   int64_t B = 1, T = 256;
   std::vector<int64_t> lens;
   int Hk = 1, Hv = 1;
@@ -34,6 +33,8 @@ struct Case {
   bool heads_first = false;     // .. which lie [B][Hv][T]
 };
 
+inline const std::vector<int64_t> kTails{1, 63, 64, 0, 65, 130, 5}, kPool{70, 100, 64, 3};  // sequences of several cases
+
 inline std::vector<Case> forward_list() {
   std::vector<Case> cases;
   auto add = [&](Case c) { cases.push_back(c); };
@@ -41,15 +42,10 @@ inline std::vector<Case> forward_list() {
   add({.name = "full chunks, fp16", .bf16 = false});
   add({.name = "tail", .T = 200, .Hv = 2});
   add({.name = "V split, group 8, tail", .T = 200, .Hv = 8, .v_parts = 2});
-  add({.name = "varlen, padding, group 4",
-       .T = 400,
-       .lens = {1, 63, 64, 0, 65, 130, 5},
-       .Hk = 2,
-       .Hv = 8,
-       .h0_dtype = QLA_FLOAT32});
+  add({.name = "varlen, padding, group 4", .T = 400, .lens = kTails, .Hk = 2, .Hv = 8, .h0_dtype = QLA_FLOAT32});
   add({.name = "varlen, V split, few CTAs",
        .T = 400,
-       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .lens = kTails,
        .Hk = 2,
        .Hv = 4,
        .v_parts = 2,
@@ -67,17 +63,17 @@ inline std::vector<Case> forward_list() {
   add({.name = "h0 fp16, V first, fp16", .T = 130, .bf16 = false, .h0_dtype = QLA_FLOAT16, .v_first = true});
   add({.name = "dense B = 3, strided views, tail", .B = 3, .T = 100, .Hk = 2, .Hv = 4, .strided = true, .h0_dtype = QLA_FLOAT32});
   add({.name = "strided views, V split, fp16", .B = 2, .T = 129, .Hk = 1, .Hv = 3, .bf16 = false, .v_parts = 2, .strided = true});
-  add({.name = "pool in place, -1 skips", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true});
+  add({.name = "pool in place, -1 skips", .T = 300, .lens = kPool, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true});
   add({.name = "pool in place, V split",
        .T = 300,
-       .lens = {70, 100, 64, 3},
+       .lens = kPool,
        .Hv = 2,
        .v_parts = 2,
        .h0_dtype = QLA_FLOAT32,
        .v_first = true,
        .pool = true,
        .sms = 2});
-  add({.name = "has_initial_state", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .has_initial = true});
+  add({.name = "has_initial_state", .T = 300, .lens = kPool, .Hv = 2, .h0_dtype = QLA_FLOAT32, .has_initial = true});
   add({.name = "snapshots and checkpoints",
        .T = 900,
        .lens = {400, 64, 256, 100},
@@ -106,16 +102,10 @@ inline std::vector<Case> forward_list() {
   add({.name = "fused, full chunks", .T = 1024, .fused = true});
   add({.name = "fused, fp16", .T = 1024, .bf16 = false, .fused = true});
   add({.name = "fused, tail, group 2", .T = 200, .Hv = 2, .fused = true});
-  add({.name = "fused, varlen, padding",
-       .T = 400,
-       .lens = {1, 63, 64, 0, 65, 130, 5},
-       .Hk = 2,
-       .Hv = 8,
-       .h0_dtype = QLA_FLOAT32,
-       .fused = true});
+  add({.name = "fused, varlen, padding", .T = 400, .lens = kTails, .Hk = 2, .Hv = 8, .h0_dtype = QLA_FLOAT32, .fused = true});
   add({.name = "fused, varlen, one CTA",
        .T = 400,
-       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .lens = kTails,
        .Hk = 2,
        .Hv = 4,
        .h0_dtype = QLA_FLOAT32,
@@ -130,7 +120,7 @@ inline std::vector<Case> forward_list() {
        .h0_dtype = QLA_BFLOAT16,
        .v_first = true,
        .fused = true});
-  add({.name = "fused, pool", .T = 300, .lens = {70, 100, 64, 3}, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true, .fused = true});
+  add({.name = "fused, pool", .T = 300, .lens = kPool, .Hv = 2, .h0_dtype = QLA_FLOAT32, .pool = true, .fused = true});
   add({.name = "fused, no forgetting", .T = 1024, .Hv = 2, .gate = 0, .fused = true});
   add({.name = "fused, strong decay", .T = 256, .gate = 20, .fused = true});
   add({.name = "fused, norms", .T = 1024, .Hv = 2, .fused = true, .normalise = true});
@@ -138,7 +128,7 @@ inline std::vector<Case> forward_list() {
   add({.name = "fused, norms, no forgetting", .T = 1024, .gate = 0, .fused = true, .normalise = true});
   add({.name = "fused, norms, varlen, one CTA",
        .T = 400,
-       .lens = {1, 63, 64, 0, 65, 130, 5},
+       .lens = kTails,
        .Hk = 2,
        .Hv = 4,
        .h0_dtype = QLA_FLOAT32,
@@ -147,11 +137,9 @@ inline std::vector<Case> forward_list() {
        .normalise = true});
   for (const bool heads_first : {false, true}) {  // what the gates lie in, by whole chunks and with a tail in each sequence
     const char* const names[] = {"float64", "fp32", "bf16", "fp16"};
-    static std::list<std::string> kept;
     for (const int type : {QLA_FLOAT64, QLA_FLOAT32, QLA_BFLOAT16, QLA_FLOAT16}) {
       if (type == QLA_FLOAT32 && !heads_first) continue;  // all the others
-      kept.push_back(std::string("fused, gates ") + names[type] + (heads_first ? ", [B][Hv][T]" : ""));
-      add({.name = kept.back().c_str(),
+      add({.name = std::string("fused, gates ") + names[type] + (heads_first ? ", [B][Hv][T]" : ""),
            .T = 500,
            .lens = {130, 64, 257, 20},
            .Hk = 2,
@@ -164,9 +152,7 @@ inline std::vector<Case> forward_list() {
   for (Case c : std::vector<Case>(cases)) {  // every fused case again in one launch, where each item can have a CTA
     const int64_t seqs = c.lens.empty() ? c.B : int64_t(c.lens.size());
     if (!c.fused || seqs * c.Hv > c.sms) continue;
-    static std::list<std::string> names;
-    names.push_back(std::string(c.name) + ", direct");
-    c.name = names.back().c_str();
+    c.name += ", direct";
     c.direct = true;
     add(c);
   }

@@ -308,7 +308,7 @@ static void run(const Case& c) {
   if (!c.direct) launch_forward(p, std::min(c.sms, g_sms), 0);
   cudaError_t err = cudaDeviceSynchronize();
   if (err) {
-    std::printf("%-44s %s  FAILED\n", c.name, cudaGetErrorString(err));
+    std::printf("%-44s %s  FAILED\n", c.name.c_str(), cudaGetErrorString(err));
     std::exit(1);
   }
   // compare
@@ -445,7 +445,7 @@ int main(int argc, char** argv) {
   const std::vector<Case> cases = forward_list();
   const std::string filter = argc > 1 ? argv[1] : "";  // part of a name; for sanitizers
   for (const Case& c : cases)
-    if (filter.empty() || std::string(c.name).find(filter) != std::string::npos) run(c);
+    if (filter.empty() || c.name.find(filter) != std::string::npos) run(c);
   for (int parts : filter.empty() ? std::vector<int>{1, 2} : std::vector<int>{})
     for (bool bf16 : {true, false}) run_prepass(parts, bf16);
   std::printf("%d passed, %d failed\n", g_passed, g_failed);

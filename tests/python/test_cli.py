@@ -76,7 +76,8 @@ def test_plan_for_a_gpu_names_its_workspace():
         (("bench", "--device", "cuda"), "no GPU"),
         (("selftest", "--device", "cuda"), "no GPU"),
         (("demo", "--device", "cuda"), "no GPU"),
-        (("demo", "--steps", "0"), "positive"),
+        (("demo", "--steps", "0"), "--steps: expected 1 or more, got 0"),
+        (("demo", "--length", "1"), "--length: expected 2 or more, got 1"),
     ],
 )
 def test_wrong_input_is_refused_with_a_sentence(words, said):

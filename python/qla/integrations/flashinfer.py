@@ -132,13 +132,6 @@ def chunk_gated_delta_rule(
         if beta is None:
             beta = torch.ones(tokens, heads, device=q.device)
             beta_is_logit = False
-        keywords: dict[str, Any] = {}
-        if use_gate_in_kernel:
-            keywords.update(use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
-        if checkpoint_every_n_tokens or state_checkpoints is not None:
-            keywords.update(checkpoint_every_n_tokens=checkpoint_every_n_tokens, state_checkpoints=state_checkpoints)
-        if output is not None:
-            keywords["out"] = output[None]
         o, state = api.chunk_gated_delta_rule(
             q[None],
             k[None],
@@ -153,8 +146,13 @@ def chunk_gated_delta_rule(
             state_v_first=True,
             cu_seqlens=cu_seqlens,
             state_indices=state_indices,
+            use_gate_in_kernel=use_gate_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
             auto_cp=use_cp is not False,
-            **keywords,
+            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+            state_checkpoints=state_checkpoints,
+            out=None if output is None else output[None],
         )
         if output_final_state and state_indices is None and output_state is not None:
             assert state is not None
