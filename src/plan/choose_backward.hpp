@@ -108,7 +108,7 @@ inline Choice choose_backward(const DeviceCosts& costs, const Shape& shape, cons
   return choice;
 }
 
-// Pg (F6) for the reverse pass: made by its own CTAs beside their products, or by a kernel of its own (decision 0077). The
+// Pg (F6) for the reverse pass: made by its own CTAs beside their products, or by a kernel of its own (decision 0076). The
 // gradients have the same bits either way.
 struct PgChoice {
   int32_t pairs = 0;  // of multiprocessors, for that kernel; 0: there is none

@@ -1,5 +1,5 @@
 // chunk_pg<T> - Pg (F6) of every chunk and value head as compact tiles (formats.hpp), ahead of the reverse pass of backward,
-// which else makes each beside its chain of products (pg_role.cuh, decision 0077). From Q, K and part B of the vector records.
+// which else makes each beside its chain of products (pg_role.cuh, decision 0076). From Q, K and part B of the vector records.
 //   grid: a CTA a multiprocessor, two workers (warpgroups) each; an item = (chunk slot, up to four value heads of one q/k head),
 //   worker w of W has items w, w + W, ..: Q K^T once an item. In pairs of CTAs where the next kernel, whose clusters are pairs,
 //   runs beside it.
