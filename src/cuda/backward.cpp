@@ -1,9 +1,8 @@
 // The CUDA backward: plan -> intra-chunk stage, unless forward kept what it makes -> for each range of chunks from the last to
 // the first: state and reverse pass in one launch, then the chunks' gradients. One range where the workspace has room for every
-// chunk's snapshots (there a kernel may make Pg ahead of the reverse pass); else a pass ahead leaves the states at the ranges'
-// starts. With one range, sequences may be cut into segments: then items from the gates -> passes that need no merge -> merges ->
-// passes from merged states. Nothing here allocates, synchronises or asks the device anything; the first call on a device loads
-// the kernels (qla_prepare does it ahead).
+// chunk's snapshots; else a pass ahead leaves the states at the ranges' starts. With one range, sequences may be cut into
+// segments: then items from the gates -> passes that need no merge -> merges -> passes from merged states. Nothing here
+// allocates, synchronises or asks the device anything; the first call on a device loads the kernels (qla_prepare does it ahead).
 #include <algorithm>
 #include <vector>
 
@@ -17,7 +16,6 @@
 #include "cuda/kernels/backward_rows/launch.hpp"
 #include "cuda/kernels/chunk_grads/launch.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
-#include "cuda/kernels/chunk_pg/launch.hpp"
 #include "cuda/kernels/pass_merge/launch.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "cuda/tensor_map.hpp"
@@ -151,17 +149,10 @@ intra::Args intra_args(const qla_gdn_backward_args& args, const Problem& p, cons
   return a;
 }
 
-// what shapes alone decide
-struct Chosen {
-  BackwardCut cut;
-  plan::PgChoice pg;
-};
-Chosen choose(const qla_gdn_backward_args& args, const Problem& p, const Device& device) {
+BackwardCut make_cut(const qla_gdn_backward_args& args, const Problem& p, const Device& device) {
   const plan::Shape shape = plan::shape_of(args, p);
-  const plan::DeviceCosts costs = plan::device_costs(device.multiprocessors, device.major);
-  const plan::Policy policy = plan::make_policy(args, p.dtype);
-  const plan::Choice choice = plan::choose_backward(costs, shape, policy);
-  return {cut_of(shape, choice), plan::choose_pg(costs, shape, policy, choice)};
+  return cut_of(shape, plan::choose_backward(plan::device_costs(device.multiprocessors, device.major), shape,
+                                             plan::make_policy(args, p.dtype)));
 }
 
 // Everything the launches of one call share.
@@ -172,7 +163,6 @@ struct Run {
   const BackwardBuffers& b;
   int64_t range_slots;
   BackwardCut cut;
-  plan::PgChoice pg;
   cudaStream_t stream;
   bool bf16;
   CUtensorMap k{}, q{}, v{}, d_o{}, dv{};
@@ -211,11 +201,6 @@ backward_passes::Params pass_params(const Run& r, int64_t first, int64_t end) {
   a.mask_dh0 = present(r.args.has_initial_state);
   a.abar = r.b.saved.abar;
   a.vec = r.b.saved.vec;
-  if (r.pg.pairs > 0) {
-    a.pg = r.b.pg;
-    a.pg_made = r.pg.made;
-    a.pg_late = r.pg.late;
-  }
   a.state = r.b.state;
   a.d_state = r.b.d_state;
   a.delta = r.b.delta;
@@ -228,23 +213,6 @@ backward_passes::Params pass_params(const Run& r, int64_t first, int64_t end) {
   a.dh0 = state_view(r.args.d_initial_state, r.args.flags);
   a.boundary = r.b.boundary;
   return a;
-}
-// The kernel right before the passes, or, in a cut call, before cut_passes, which runs beside it.
-void run_chunk_pg(const Run& r) {
-  if (r.pg.pairs == 0) return;
-  chunk_pg::Args a{};
-  a.chunk_table = r.b.chunk_table;
-  a.vec = r.b.saved.vec;
-  a.pg = r.b.pg;
-  a.slots = int32_t(r.p.chunk_slots());
-  a.rows_per_batch = int32_t(std::max<int64_t>(1, r.p.tokens));
-  a.num_k_heads = int32_t(r.p.num_k_heads);
-  a.num_v_heads = int32_t(r.p.num_v_heads);
-  a.group = int32_t(r.p.group());
-  a.made = r.pg.made;
-  a.late = r.pg.late;
-  a.scale = float(r.p.scale);
-  check_cuda(chunk_pg::launch(r.k, r.q, a, r.pg.pairs, r.p.dtype, r.stream), "chunk_pg");
 }
 void launch_passes(const Run& r, const backward_passes::Params& a) {
   check_cuda(backward_passes::launch(r.k, r.q, r.v, r.d_o, r.dv, a, r.p.dtype, r.stream), "backward_passes");
@@ -391,8 +359,7 @@ void backward_workspace(const qla_gdn_backward_args& args, const Problem& p, siz
   *least = lay_out_backward(nullptr, p, needs, range_of(p, most_ranges(p)), {}).bytes;
   *best = lay_out_backward(nullptr, p, needs, range_of(p, 1), {}).bytes;
   *least = std::min(*least, *best);
-  const Chosen chosen = choose(args, p, device_of(args.device));
-  *best = lay_out_backward(nullptr, p, needs, range_of(p, 1), chosen.cut, chosen.pg).bytes;
+  *best = lay_out_backward(nullptr, p, needs, range_of(p, 1), make_cut(args, p, device_of(args.device))).bytes;
 }
 
 void backward(const qla_gdn_backward_args& args, const Problem& p) {
@@ -406,12 +373,11 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
   const int64_t range_slots = choose_range(p, needs, args.workspace_bytes);
   QLA_CHECK(range_slots > 0, "workspace_bytes: expected what the workspace query says for these very tensors, got ",
             args.workspace_bytes, "; query with the strides and addresses of the call");
-  // Cut sequences need room for what is merged, and all snapshots at once; so does Pg.
-  auto [cut, pg] = choose(args, p, device);
-  if (lay_out_backward(nullptr, p, needs, range_of(p, 1), cut, pg).bytes > args.workspace_bytes) pg = {};
-  if (lay_out_backward(nullptr, p, needs, range_of(p, 1), cut, pg).bytes > args.workspace_bytes) cut = {};
-  const BackwardBuffers b = lay_out_backward(args.workspace, p, needs, range_slots, cut, pg);
-  Run r{args, p, device, b, range_slots, cut, pg, static_cast<cudaStream_t>(args.stream), p.dtype == QLA_BFLOAT16};
+  // Cut sequences need room for what is merged, and all snapshots at once.
+  BackwardCut cut = make_cut(args, p, device);
+  if (lay_out_backward(nullptr, p, needs, range_of(p, 1), cut).bytes > args.workspace_bytes) cut = {};
+  const BackwardBuffers b = lay_out_backward(args.workspace, p, needs, range_slots, cut);
+  Run r{args, p, device, b, range_slots, cut, static_cast<cudaStream_t>(args.stream), p.dtype == QLA_BFLOAT16};
 
   if (p.validate_values && p.varlen) check_boundaries_in_memory(args.cu_seqlens, p.tokens, r.stream);
   const bool rows = p.total_tokens() > 0;
@@ -426,7 +392,6 @@ void backward(const qla_gdn_backward_args& args, const Problem& p) {
       check_cuda(intra::launch(p.dtype, r.k, r.q, intra, device.multiprocessors, !inside, r.stream), "chunk_intra");
     }
     if (needs.copy_d_o) copy_d_o(r);
-    run_chunk_pg(r);
   }
   const int64_t slots = p.chunk_slots(), ranges = num_ranges(p, range_slots);
   if (ranges > 1) run_passes(r, 0, slots, backward_passes::kStateOnly, 0);

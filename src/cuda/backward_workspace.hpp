@@ -45,7 +45,6 @@ struct BackwardBuffers {
   ChunkRecord* chunk_table;
   Saved saved;
   uint8_t *state, *d_state, *delta;  // of one range
-  uint8_t* pg;                       // where chunk_pg makes it; never with more than one range
   uint16_t *d_o, *dv;                // [B, T, HV, 128]
   float* gate_partials;              // [slots][HV][2]
   float* boundary;                   // [ranges][HV][V][K]
@@ -62,7 +61,7 @@ struct BackwardBuffers {
 inline int64_t num_ranges(const Problem& p, int64_t range_slots) { return (p.chunk_slots() + range_slots - 1) / range_slots; }
 
 inline BackwardBuffers lay_out_backward(void* base, const Problem& p, const BackwardNeeds& needs, int64_t range_slots,
-                                        const BackwardCut& cut, const plan::PgChoice& pg = {}) {
+                                        const BackwardCut& cut) {
   plan::Layout layout(base);
   BackwardBuffers b{};
   const int64_t heads = p.num_v_heads, slots = p.chunk_slots(), rows = p.total_tokens() * heads * 128, state = heads * 128 * 128;
@@ -78,7 +77,6 @@ inline BackwardBuffers lay_out_backward(void* base, const Problem& p, const Back
   b.state = layout.take<uint8_t>(range_slots * heads * kSnapshotBytes);
   b.d_state = layout.take<uint8_t>(range_slots * heads * kSnapshotBytes);
   b.delta = layout.take<uint8_t>(range_slots * heads * kDeltaBytes);
-  b.pg = layout.take<uint8_t>(pg.pairs > 0 ? slots * heads * kTileBytes : 0);
   b.d_o = layout.take<uint16_t>(needs.copy_d_o ? rows : 0);
   b.dv = layout.take<uint16_t>(needs.scratch_dv ? rows : 0);
   b.gate_partials = layout.take<float>(needs.gate_partials ? slots * heads * 2 : 0);

@@ -9,7 +9,6 @@
 #include "cuda/kernels/backward_passes/launch.hpp"
 #include "cuda/kernels/chunk_grads/launch.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
-#include "cuda/kernels/chunk_pg/launch.hpp"
 #include "cuda/kernels/cp_merge/launch.hpp"
 #include "cuda/kernels/forward/launch.hpp"
 #include "cuda/kernels/pass_merge/launch.hpp"
@@ -82,7 +81,6 @@ void prepare_kernels(const Device& device) {
   check_cuda(cp_merge::prepare(), "cp_merge: cudaFuncSetAttribute");
   prepare_forward();
   check_cuda(backward_passes::prepare(), "backward_passes: cudaFuncSetAttribute");
-  check_cuda(chunk_pg::prepare(), "chunk_pg: cudaFuncSetAttribute");
   check_cuda(pass_merge::prepare(), "pass_merge: cudaFuncSetAttribute");
   check_cuda(chunk_grads::prepare(), "chunk_grads: cudaFuncSetAttribute");
   e.prepared.store(true, std::memory_order_release);

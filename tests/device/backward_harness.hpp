@@ -16,7 +16,6 @@
 #include "backward_reference.hpp"
 #include "cuda/kernels/backward_passes/launch.hpp"
 #include "cuda/kernels/chunk_grads/launch.hpp"
-#include "cuda/kernels/chunk_pg/launch.hpp"
 #include "cuda/math/exp.cuh"
 #include "cuda/tile/pack.cuh"
 #include "cuda/tile/swizzle.cuh"
@@ -26,7 +25,6 @@ using namespace qla;
 using namespace qla::test;
 namespace cg = qla::cuda::chunk_grads;
 namespace bp = qla::cuda::backward_passes;
-namespace pg = qla::cuda::chunk_pg;
 
 #define CK(x)                                                                        \
   do {                                                                               \
@@ -57,7 +55,6 @@ struct Buffer {  // device memory, poisoned with NaN
     CK(cudaMemcpy(x.data(), data, count * sizeof(U), cudaMemcpyDeviceToHost));
     return x;
   }
-  void poison() { CK(cudaMemset(data, 0xff, (count + 64) * sizeof(U))); }
   ~Buffer() { cudaFree(data); }
   Buffer(const Buffer&) = delete;
 };
@@ -213,27 +210,6 @@ void abar_tiles(const Problem& p, const std::vector<cuda::ChunkRecord>& chunks, 
           put(i, j, x);
         }
     }
-}
-
-// Pg of all chunks but the last `made` of each sequence
-inline pg::Args pg_args(const bp::Params& a, const cuda::ChunkRecord* table, int slots, uint8_t* to, int made, bool late) {
-  pg::Args g{};
-  g.chunk_table = table;
-  g.vec = a.vec;
-  g.pg = to;
-  g.slots = slots;
-  g.rows_per_batch = a.rows_per_batch;
-  g.num_k_heads = a.num_k_heads;
-  g.num_v_heads = a.num_v_heads;
-  g.group = a.num_v_heads / a.num_k_heads;
-  g.made = made;
-  g.late = late;
-  g.scale = a.scale;
-  return g;
-}
-template <typename U>
-bool same_bits(const std::vector<U>& x, const std::vector<U>& y) {
-  return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size() * sizeof(U)) == 0;
 }
 
 template <typename T, typename Out>

@@ -2,8 +2,6 @@
 //   usage: test_backward [filter]     exit status 0: every case within its limit
 #include "backward_harness.hpp"
 
-#include <tuple>
-
 namespace {
 
 template <typename T>
@@ -207,33 +205,6 @@ void test_passes(const Case& c, int range_slots = 0) {
       break;
     }
   compare(name, "dh0", widen(dh0.pull()), truth.dh0, kLimit);
-  if (range_slots) return;
-
-  // the same bits with Pg from a kernel of its own, however many chunks of a walk still make theirs
-  const auto outputs = [&] { return std::tuple(state.pull(), d_state.pull(), delta.pull(), dv.pull(), dh0.pull()); };
-  const auto want = outputs();
-  Buffer<cuda::ChunkRecord> table(chunks);
-  Buffer<uint8_t> tiles_of_pg(size_t(slots) * c.hv * cuda::kTileBytes);
-  for (const auto& [made, late, pairs] :
-       {std::tuple{0, false, 66}, {0, true, 2}, {1, true, 1}, {1, false, 1}, {2, true, 5}, {3, true, 1}, {100, true, 1}}) {
-    for (auto* b : {&state, &d_state, &delta, &dv}) b->poison();
-    dh0.poison();
-    tiles_of_pg.poison();
-    CK(cudaDeviceSynchronize());
-    CK(pg::launch(token_map(k.data, kBf16, c.hk, p.tokens), token_map(q.data, kBf16, c.hk, p.tokens),
-                  pg_args(a, table.data, slots, tiles_of_pg.data, made, late), pairs, kType, nullptr));
-    a.pg = tiles_of_pg.data;
-    a.pg_made = made;
-    a.pg_late = late;
-    run(0, slots, bp::kBoth, 0);
-    const auto got = outputs();
-    const bool good = std::apply(
-        [&](const auto&... g) { return std::apply([&](const auto&... w) { return (same_bits(g, w) && ...); }, want); }, got);
-    passes += good;
-    failures += !good;
-    std::printf("%s %-28s Pg ahead, made %d%s, %d pairs\n", good ? "ok   " : "WRONG", name.c_str(), made, late ? ", late" : "",
-                pairs);
-  }
 }
 
 // time of one long sequence with random tiles
@@ -298,105 +269,6 @@ void time_passes(int hk, int hv, int tokens) {
   const double kib = 48. * hk / hv + 64 + 64 + 32 + 2 * 5 + 3, chunks = double(tokens) / 64 * hv;
   std::printf("passes (%d, %d) T=%d: median %.4f ms, best %.4f, %.2f TB/s\n", hk, hv, tokens, ms[ms.size() / 2], ms[0],
               kib * 1024 * chunks / ms[ms.size() / 2] / 1e9);
-}
-
-// Sustained times of the passes of `seqs` equal sequences: Pg in the pass, from chunk_pg beside them (pairs, chosen: what
-// choose_pg says) and before them, and what chunk_pg alone and the passes alone take.
-void time_pg(int hk, int hv, int tokens, int seqs, int pairs = 0, int chosen = 0) {
-  using T = __nv_bfloat16;
-  const int each = tokens / seqs, chunks = each / 64, slots = tokens / 64 + seqs;
-  std::vector<T> noise(size_t(1) << 22);
-  std::mt19937 rng(3);
-  std::normal_distribution<float> normal;
-  for (auto& x : noise) x = T(normal(rng) * 0.05f);
-  auto fill = [&](Buffer<T>& b) {
-    for (size_t at = 0; at < b.count; at += noise.size())
-      CK(cudaMemcpy(b.data + at, noise.data(), std::min(noise.size(), b.count - at) * 2, cudaMemcpyHostToDevice));
-  };
-  Buffer<T> q(size_t(tokens) * hk * 128), k(q.count), v(size_t(tokens) * hv * 128), d_o(v.count), dv(v.count),
-      state(size_t(slots) * hv * 16384), d_state(state.count), delta(size_t(slots) * hv * 8192),
-      abar(size_t(slots) * hv * cuda::kTileBytes / 2);
-  for (auto* b : {&q, &k, &v, &d_o, &abar}) fill(*b);
-  Buffer<float> vec(std::vector<float>(size_t(slots) * hv * cuda::kVecFloats, 0.5f));
-  Buffer<uint8_t> tiles(size_t(slots) * hv * cuda::kTileBytes);
-  std::vector<cuda::WorkItem> items(size_t(seqs) * hv);
-  std::vector<cuda::ChunkRecord> table(slots, cuda::ChunkRecord{0, 0, 0});
-  for (int n = 0; n < seqs; n++) {
-    const int slot = n * chunks + n;
-    for (int i = 0; i < chunks; i++) table[slot + i] = {int64_t(n) * each + 64 * i, 64, n};
-    for (int h = 0; h < hv; h++) {
-      cuda::WorkItem& it = items[n * hv + h];
-      it = {};
-      it.token = int64_t(n) * each;
-      it.slot = slot;
-      it.chunks = chunks;
-      it.last_rows = 64;
-      it.sequence = n;
-      it.v_head = h;
-    }
-  }
-  Buffer<cuda::WorkItem> d_items(items);
-  Buffer<cuda::ChunkRecord> d_table(table);
-  bp::Params a{};
-  a.num_items = seqs * hv;
-  a.num_k_heads = hk;
-  a.num_v_heads = hv;
-  a.rows_per_batch = tokens;
-  a.boundary_slots = slots;
-  a.abar = reinterpret_cast<uint8_t*>(abar.data);
-  a.scale = 0.088f;
-  a.vec = vec.data;
-  a.dv = dv.data;
-  a.dv_stride_t = hv * 128;
-  a.dv_stride_h = 128;
-  a.items = d_items.data;
-  a.end_slot = slots;
-  a.state = reinterpret_cast<uint8_t*>(state.data);
-  a.d_state = reinterpret_cast<uint8_t*>(d_state.data);
-  a.delta = reinterpret_cast<uint8_t*>(delta.data);
-  const CUtensorMap mk = token_map(k.data, true, hk, tokens), mq = token_map(q.data, true, hk, tokens),
-                    mv = token_map(v.data, true, hv, tokens), mo = token_map(d_o.data, true, hv, tokens),
-                    mdv = token_map(dv.data, true, hv, tokens);
-  cudaEvent_t x, y;
-  CK(cudaEventCreate(&x));
-  CK(cudaEventCreate(&y));
-  auto time = [&](bool kernel, bool with_passes, bool loads, int made, bool late, int on) {  // microseconds
-    bp::Params b = a;
-    if (loads) {
-      b.pg = tiles.data;
-      b.pg_made = made;
-      b.pg_late = late;
-    }
-    const pg::Args g = pg_args(a, d_table.data, slots, tiles.data, made, late);
-    double spent = 0;
-    std::vector<float> us;
-    while (spent < 130e3) {  // 100 ms of launches before, 30 ms timed
-      constexpr int kCalls = 10;
-      CK(cudaEventRecord(x));
-      for (int i = 0; i < kCalls; i++) {
-        if (kernel) CK(pg::launch(mk, mq, g, on, QLA_BFLOAT16, nullptr));
-        if (with_passes) CK(bp::launch(mk, mq, mv, mo, mdv, b, QLA_BFLOAT16, nullptr));
-      }
-      CK(cudaEventRecord(y));
-      CK(cudaEventSynchronize(y));
-      float ms;
-      CK(cudaEventElapsedTime(&ms, x, y));
-      spent += ms * 1e3;
-      if (spent > 100e3) us.push_back(ms * 1e3f / kCalls);
-    }
-    std::sort(us.begin(), us.end());
-    return us[us.size() / 2];
-  };
-  std::printf("passes (%d, %d) %d x %d, us: Pg in the pass %.1f, all loaded (no chunk_pg) %.1f", hk, hv, seqs, each,
-              time(false, true, false, 0, false, 0), time(false, true, true, 0, false, 0));
-  std::printf(", chunk_pg alone on 66 pairs %.1f, before the passes %.1f", time(true, false, false, 0, false, 66),
-              time(true, true, true, 0, false, 66));
-  if (pairs > 0) {
-    std::printf(", alone on %d pairs %.1f, beside the passes, made", pairs, time(true, false, false, 0, true, pairs));
-    for (const int made : {chosen / 2, chosen, 2 * chosen})
-      std::printf(" %d: %.1f%s", made, time(true, true, true, made, true, pairs), made == chosen ? " (chosen)" : "");
-  }
-  std::printf("\n");
 }
 
 // time of one long sequence with random tiles
@@ -465,7 +337,6 @@ int main(int argc, char** argv) {
   const std::string filter = argc > 1 ? argv[1] : "";
   CK(cg::prepare());
   CK(bp::prepare());
-  CK(pg::prepare());
   std::vector<Case> cases;
   cases.push_back({"two whole chunks", {128}});
   cases.push_back({"tails", {70, 1, 64, 0, 129, 63}});
@@ -541,16 +412,6 @@ int main(int argc, char** argv) {
     if (c.name == "tails" || c.name == "norm" || c.name == "zero rows") test_chunk_grads<__half>(c);
   }
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
-  if (filter == "time Pg") {
-    time_pg(16, 32, 32768, 8);
-    time_pg(16, 32, 32768, 1);
-    time_pg(8, 16, 32768, 1, 33, 82);
-    time_pg(8, 16, 8192, 1, 33, 25);
-    time_pg(4, 8, 32768, 1, 49, 44);
-    time_pg(2, 4, 32768, 4, 33, 25);
-    time_pg(2, 4, 8192, 1, 57, 10);
-    return 0;
-  }
   if (filter == "time" || filter == "time gradients") {  // timings are no part of the tests
     if (filter == "time") {
       time_passes(16, 32, 32768);

@@ -1,7 +1,6 @@
 // plan/choose_backward: golden choices for an H200; never a cut where the policy forbids one; bounds on items and merges.
 #include <gtest/gtest.h>
 
-#include <array>
 #include <random>
 #include <string>
 
@@ -52,44 +51,6 @@ TEST(ChooseBackward, Policies) {
   EXPECT_TRUE(choose_backward(kH200, shape, policy).rule.exact);
   policy.batch_invariant = true;
   EXPECT_EQ(choose_backward(kH200, shape, policy).rule.segment_chunks, 0);
-}
-
-// Pg by a kernel of its own where chains bound the passes and the card has room beside them; by the reverse pass elsewhere.
-TEST(ChoosePg, ChainsAgainstMemory) {
-  const auto row = [](int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads, int32_t mode = QLA_CP_OFF) {
-    const Shape shape = backward_shape(tokens, seqs, k_heads, v_heads);
-    Policy policy;
-    policy.mode = mode;
-    return choose_pg(kH200, shape, policy, choose_backward(kH200, shape, policy));
-  };
-  for (const auto& [tokens, seqs, k_heads, v_heads] :
-       {std::array<int64_t, 4>{32768, 1, 8, 16}, {8192, 1, 8, 16}, {32768, 1, 4, 8}, {8192, 1, 2, 4}, {32768, 4, 2, 4}}) {
-    const PgChoice pg = row(tokens, seqs, k_heads, v_heads);
-    const int64_t length = tokens / 64 / seqs, items = seqs * v_heads;
-    EXPECT_TRUE(pg.late);
-    EXPECT_GE(pg.pairs, 8);
-    EXPECT_LT(pg.pairs + 2 * items, kH200.num_sms / 2);  // clusters of both kinds of items find room beside it
-    EXPECT_GE(pg.made, 1);
-    EXPECT_LT(pg.made, length / 3);
-  }
-  EXPECT_EQ(row(32768, 1, 16, 32).pairs, 0);  // a full card
-  EXPECT_EQ(row(32768, 8, 16, 32).pairs, 0);
-  EXPECT_EQ(row(32768, 8, 2, 4).pairs, 0);    // 32 items
-  EXPECT_EQ(row(32768, 1, 12, 24).pairs, 0);  // room for a few, but memory bounds these
-  EXPECT_EQ(row(1024, 1, 2, 4).pairs, 0);     // not worth a launch
-  EXPECT_EQ(row(64, 1, 1, 1).pairs, 0);
-  EXPECT_EQ(row(0, 1, 1, 1).pairs, 0);
-  EXPECT_EQ(row(0, 0, 1, 1).pairs, 0);
-  DeviceCosts cheap = kH200;  // as tests of the whole call ask for it, however short that is
-  cheap.passes = cheap.intra_launch = 0;
-  Policy off;
-  off.mode = QLA_CP_OFF;
-  const Shape two_chunks = backward_shape(128, 1, 2, 4);
-  EXPECT_GT(choose_pg(cheap, two_chunks, off, choose_backward(cheap, two_chunks, off)).pairs, 0);
-  // cut: memory bounds these, too, or Pg is made beside cut_passes and nothing is left to the reverse pass
-  EXPECT_EQ(row(32768, 1, 8, 16, QLA_CP_AUTO).pairs, 0);
-  const PgChoice cut = row(8192, 1, 4, 8, QLA_CP_AUTO);
-  EXPECT_TRUE((!cut.late && cut.made == 0 && 2 * (cut.pairs + 1) == kH200.num_sms));
 }
 
 // Every segment of both walks and every merge has a place in what shapes alone make room for.

@@ -56,12 +56,7 @@ struct Params {
   int32_t mask_dh0;     // dh0 of a sequence that does not start from the caller's state is 0
   const uint8_t* abar;  // [slot][HV][kTileBytes]
   const float* vec;     // [slot][HV][kVecFloats]
-  // Pg of all chunks but the first pg_made of a walk, from chunk_pg: [slot][HV][kTileBytes]; nullptr: all are made here
-  const uint8_t* pg;
-  int32_t pg_made;
-  int32_t pg_late;  // 1: what was written before chunk_pg is there when this kernel begins (uncut), and Pg is waited for where it
-                    // is read
-  uint8_t* state;   // snapshots (formats.hpp)
+  uint8_t* state;       // snapshots (formats.hpp)
   uint8_t* d_state;
   uint8_t* delta;
   void* dv;  // 16 bit; rows of a tail chunk are written one by one

@@ -6,7 +6,7 @@
 //
 // Roles      warps  regs  owns                        per chunk
 //   product  0-3    240   S^T or dS^T, 64 x 128 fp32  state_item.cuh, reverse_item.cuh
-//   pg       4-7    104   -                           reverse items: makes Pg or loads it, pg_role.cuh
+//   pg       4-7    104   -                           reverse items: pg_role.cuh
 //   load     8      56    -                           lane 0 issues all loads
 //   store    9      56    -                           lane 0 issues all stores; rows of a tail chunk by all lanes
 //
@@ -15,7 +15,7 @@
 //   empty         product of both CTAs -> load     2 x 4 warps    the same: a stage is filled in both CTAs at once
 //   row full[3]   load of both CTAs -> product     1 + tx         dO, Abar of a reverse item
 //   row empty     product of both CTAs -> load     2 x 4 warps    the same
-//   pg full[2]    pg -> product                    4 warps (+ tx) Pg, and all that the chunk's products read besides
+//   pg full[2]    pg -> product                    4 warps        Pg
 //   pg empty      product -> pg                    4 warps        Pg
 //   out full      product -> store                 4 warps        a snapshot; rows of Delta or dR. The store warp fences
 //   out empty     store -> product                 1              the same
@@ -38,19 +38,6 @@
 #include "cuda/kernels/backward_passes/state_item.cuh"
 
 namespace qla::cuda::backward_passes {
-
-// past an L1 that may hold what lay there before: with pg_late there has been no wait
-__device__ __forceinline__ WorkItem read_after_plan(const WorkItem* from) {
-  WorkItem item;
-  int4* to = reinterpret_cast<int4*>(&item);
-#pragma unroll
-  for (int i = 0; i < int(sizeof(WorkItem) / 16); i++)
-    asm volatile("ld.relaxed.gpu.global.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
-                 : "l"(reinterpret_cast<const int4*>(from) + i)
-                 : "memory");
-  return item;
-}
 
 template <typename T>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
@@ -106,8 +93,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   ptx::cluster_wait();
   if (!p.cut_items) {
     ptx::grid_dependency_launch();
-    if (!p.pg_late) ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
-    it = make_item(read_after_plan(p.items + (p.kinds == kBoth && !reverse ? cluster - p.num_items : cluster)), p, reverse);
+    ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
+    it = make_item(p.items[p.kinds == kBoth && !reverse ? cluster - p.num_items : cluster], p, reverse);
   }
   const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;  // the same in all lanes, known to be
   if (warp < 4) {
@@ -140,8 +127,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
   }
   __syncwarp();
-  if (p.pg_late) ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
-  ptx::cluster_arrive();                       // nobody leaves while the other may still write to its shared memory or barriers
+  ptx::cluster_arrive();  // nobody leaves while the other may still write to its shared memory or barriers
   ptx::cluster_wait();
 }
 
