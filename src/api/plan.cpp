@@ -13,6 +13,7 @@
 #include "core/backend.hpp"
 #include "core/env.hpp"
 #include "core/tensor_view.hpp"
+#include "cuda/capabilities.hpp"
 #include "cuda/forward_plan.hpp"
 #include "plan/choose.hpp"
 #include "plan/choose_cpu.hpp"
@@ -111,6 +112,7 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
             result.segments_capacity, " segments, got NULL; pass it, or a capacity of 0");
   const Problem problem = validate(args, Stage::Query);
   const bool cuda = resolve_backend(args.backend, args.device, args.stream) == QLA_BACKEND_CUDA;
+  if (cuda) cuda::check_served(problem);
   const std::vector<int64_t> lengths = sequence_lengths(problem, lens, num_lens);
   const plan::Policy policy = plan::make_policy(args, problem.dtype);
 
@@ -170,7 +172,9 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   result.segment_chunks = choice.rule.segment_chunks;
   result.uncut_chunks = choice.rule.uncut_chunks;
   const bool too_short = !cut && policy.mode == QLA_CP_AUTO && choice.rule.segment_chunks > 0;
-  const char* const why = too_short ? "no sequence is long enough for a cut to pay: not cut" : planned.why;
+  const char* const why = total_chunks == 0 ? "no tokens: nothing to compute"
+                          : too_short       ? "no sequence is long enough for a cut to pay: not cut"
+                                            : planned.why;
   const std::string reason = concat(why, cuda && !planned.device_here ? " (no such device here: planned for an H200)" : "",
                                     !cut || chunk_log_decay ? "" : "; gates not given: usual ones assumed");
   std::memset(result.reason, 0, sizeof(result.reason));

@@ -77,7 +77,7 @@ Problem check_inputs(TensorRules& rules, const Args& args, bool on_host, Stage s
   QLA_CHECK(p.v_dim >= 1, "v: expected a head size V of at least 1, got shape ", shape_string(args.v), "; V is the last axis");
   if (on_host) {
     QLA_SUPPORTED(p.k_dim <= kCpuMostHeadSize, "q: expected a head size K of 1 to 256 on the CPU, got ", p.k_dim,
-                  "; split the heads");
+                  "; no larger one is served");
     QLA_SUPPORTED(p.v_dim <= kCpuMostHeadSize, "v: expected a head size V of 1 to 256 on the CPU, got ", p.v_dim,
                   "; value columns are independent: call once for each 256 of them");
   }

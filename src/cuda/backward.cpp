@@ -11,6 +11,7 @@
 #include "core/tensor_view.hpp"
 #include "core/values.hpp"
 #include "cuda/backward_workspace.hpp"
+#include "cuda/capabilities.hpp"
 #include "cuda/device.hpp"
 #include "cuda/kernels/backward_passes/launch.hpp"
 #include "cuda/kernels/backward_rows/launch.hpp"
@@ -342,10 +343,7 @@ void backward_check(const qla_gdn_backward_args& args, const Problem& p) {
   const Device& device = device_of(args.device);
   QLA_SUPPORTED(device.served(), "device ", args.device, ": expected compute capability 9.0, got ", device.major, ".",
                 device.minor, "; use CPU tensors or a Hopper GPU");
-  QLA_SUPPORTED(p.dtype == QLA_BFLOAT16 || p.dtype == QLA_FLOAT16, "q: expected bfloat16 or float16 on CUDA, got ",
-                dtype_name(p.dtype), "; cast q, k and v, or use CPU tensors");
-  QLA_SUPPORTED(p.k_dim == 128 && p.v_dim == 128, "q, v: expected head sizes K = V = 128 on CUDA, got K = ", p.k_dim,
-                ", V = ", p.v_dim, "; pad the heads to 128, or use CPU tensors");
+  check_served(p);
   check_maps(args, Look::Strides);
   QLA_SUPPORTED(
       p.total_tokens() <= INT32_MAX && p.chunk_slots() * p.num_v_heads < int64_t(1) << 30 &&

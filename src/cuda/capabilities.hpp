@@ -2,12 +2,23 @@
 // CUDA, too.
 #pragma once
 
+#include "core/dtype.hpp"
+#include "core/problem.hpp"
+#include "core/status.hpp"
 #include "core/tensor_view.hpp"
 #include "plan/choose.hpp"
 
 namespace qla::cuda {
 
 inline constexpr plan::Capabilities kForwardCapabilities{.fused = true, .v_split = true, .segments = true};
+
+// What every kernel asks of q, k and v, on whatever device.
+inline void check_served(const Problem& p) {
+  QLA_SUPPORTED(p.dtype == QLA_BFLOAT16 || p.dtype == QLA_FLOAT16, "q: expected bfloat16 or float16 on CUDA, got ",
+                dtype_name(p.dtype), "; cast q, k and v, or use CPU tensors");
+  QLA_SUPPORTED(p.k_dim == 128 && p.v_dim == 128, "q, v: expected head sizes K = V = 128 on CUDA, got K = ", p.k_dim,
+                ", V = ", p.v_dim, "; pad the heads to 128, or use CPU tensors");
+}
 
 // .. for one call: the fused form leaves nothing of the intra-chunk stage in memory and stores no states on the way.
 inline plan::Capabilities forward_capabilities(const qla_gdn_forward_args& args) {

@@ -11,6 +11,7 @@
 #include "core/status.hpp"
 #include "core/tensor_view.hpp"
 #include "core/values.hpp"
+#include "cuda/capabilities.hpp"
 #include "cuda/device.hpp"
 #include "cuda/forward_plan.hpp"
 #include "cuda/kernels/chunk_decay/launch.hpp"
@@ -410,10 +411,7 @@ void forward_check(const qla_gdn_forward_args& args, const Problem& p) {
   const Device& device = device_of(args.device);
   QLA_SUPPORTED(device.served(), "device ", args.device, ": expected compute capability 9.0, got ", device.major, ".",
                 device.minor, "; use CPU tensors or a Hopper GPU");
-  QLA_SUPPORTED(p.dtype == QLA_BFLOAT16 || p.dtype == QLA_FLOAT16, "q: expected bfloat16 or float16 on CUDA, got ",
-                dtype_name(p.dtype), "; cast q, k and v, or use CPU tensors");
-  QLA_SUPPORTED(p.k_dim == 128 && p.v_dim == 128, "q, v: expected head sizes K = V = 128 on CUDA, got K = ", p.k_dim,
-                ", V = ", p.v_dim, "; pad the heads to 128, or use CPU tensors");
+  check_served(p);
   check_map(args.q, "q");
   check_map(args.k, "k");
   check_map(args.v, "v");

@@ -274,5 +274,33 @@ TEST(Plan, Refusals) {
   refused({600, 40}, "plan.segments_capacity:");
 }
 
+// No device is needed to look at a plan, and none to know that no kernel serves these.
+TEST(Plan, WhatCudaRefuses) {
+  qla_plan plan{};
+  plan.struct_size = sizeof(plan);
+  const int64_t length = 640;
+  qla_gdn_forward_args args = packed(640, 1, 1, 2, QLA_FLOAT64);
+  args.backend = QLA_BACKEND_CUDA, args.device = 0;
+  EXPECT_EQ(qla_gdn_plan(&args, &length, 1, nullptr, &plan), QLA_NOT_SUPPORTED);
+  EXPECT_STREQ(qla_last_error(), "q: expected bfloat16 or float16 on CUDA, got float64; cast q, k and v, or use CPU tensors");
+  args = packed(640, 1, 1, 2);
+  args.backend = QLA_BACKEND_CUDA, args.device = 0;
+  args.q.shape[3] = args.k.shape[3] = 64;
+  EXPECT_EQ(qla_gdn_plan(&args, &length, 1, nullptr, &plan), QLA_NOT_SUPPORTED);
+  EXPECT_EQ(std::string(qla_last_error()).rfind("q, v: expected head sizes K = V = 128 on CUDA, got K = 64", 0), 0u)
+      << qla_last_error();
+}
+
+TEST(Plan, OfNoTokens) {
+  for (const int32_t device : {-1, 0}) {
+    qla_gdn_forward_args args = packed(0, 2, 1, 2);
+    args.device = device;
+    const Planned p = make_plan(args, {0, 0});
+    ASSERT_EQ(p.status, QLA_OK) << qla_last_error();
+    EXPECT_EQ(std::string(p.plan.reason).rfind("no tokens: nothing to compute", 0), 0u) << p.plan.reason;
+    EXPECT_EQ(p.plan.total_chunks, 0);
+  }
+}
+
 }  // namespace
 }  // namespace qla::test
