@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qla import _need_torch  # noqa: F401  # isort: skip
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,12 @@ def _known_float(x: Tensor | None) -> Tensor | None:
     return x
 
 
-def _policy(auto_cp: object, force_intra_cp: bool, tokens: int) -> Any:
-    if not force_intra_cp:
+def _policy(auto_cp: object, force_intra_cp: bool, q: Tensor) -> Any:
+    if not force_intra_cp or not isinstance(q, Tensor) or q.dim() != 4:  # what is wrong with q the call says
         return auto_cp
     from qla._plan import Plan
 
-    chunks = -(-tokens // CHUNK)
+    chunks = -(-q.shape[1] // CHUNK)
     segment = max(MIN_SEGMENT_CHUNKS, -(-chunks // FORCED_SEGMENTS))
     return Plan(segment, 0, chunks, 0, 0, 1, 0, 0.0, False, "force_intra_cp")
 
@@ -65,7 +67,7 @@ def chunk_gated_delta_rule(
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         cp_context=cp_context,
-        auto_cp=_policy(auto_cp, force_intra_cp, q.shape[1] if force_intra_cp else 0),
+        auto_cp=_policy(auto_cp, force_intra_cp, q),
     )
 
 
@@ -158,8 +160,21 @@ def chunk_gated_delta_rule_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """-> (dq, dk, dv, db, dg, dh0). g and A as the forward returned them (A is made again, not read: a rounded A would cost accuracy);
     dg: float32, the gradient of each token's log decay, already summed; dh0: float32, None without initial_state."""
+    for name, x in (("q", q), ("g", g), ("do", do)):
+        _checks.check_tensor(name, x)
+    if cu_seqlens is not None:
+        _checks.check_tensor("cu_seqlens", cu_seqlens)
+        _checks.check_dtype("cu_seqlens", cu_seqlens, _checks.INTS)
+    if g.dim() != 3:
+        raise ValueError(f"g: expected 3 dimensions [B, T, HV], got shape {list(g.shape)}; pass the forward's g")
+    _checks.check_upstream("do", do, q)
+    _checks.check_upstream("dht", dht, q)
     raw = _raw_gate(g, cu_seqlens)
     inputs, options = _prepare(q, k, v, raw, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, cp_context)
+    _checks.check_shape("do", do, "[B, T, HV, V] as o", *v.shape, remedy="; the gradient of the forward's o")
+    if dht is not None:
+        shape = _args.final_shape(q, v, cu_seqlens, options[1])
+        _checks.check_shape("dht", dht, "of the forward's final_state", *shape, remedy="; None where it has no gradient")
     needs = 0b11111 | (0b100000 if initial_state is not None else 0)
     dq, dk, dv, dg, db, dh0, _, _ = _call.backward(inputs[:10], None, do, dht, needs, options)
     assert dq is not None and dk is not None and dv is not None and db is not None and dg is not None

@@ -224,7 +224,7 @@ def _find_forward_entry(inputs: Inputs, options: Options, output_final_state: bo
             e = extras
             key = (key, _sig(e.out), _sig(e.state_checkpoints), e.checkpoint_every, _sig(e.a_inv), _sig(e.g_cumsum), _sig(e.h))
         entry = _forward_entries.get(key)
-    except AttributeError:  # not a tensor: the checks say which
+    except (AttributeError, RuntimeError):  # not a tensor, or one without strides: the checks say which
         entry = key = None
     if entry is None:
         entry = _forward_entry(inputs, options, output_final_state, save, extras)
@@ -285,9 +285,13 @@ def _forward(
 
     q, v = inputs[0], inputs[2]
     words = _ForwardWords.from_buffer_copy(entry.template)
-    for at, x in zip(_F_IN, inputs):
-        if x is not None:
-            words[at] = x.data_ptr() or DUMMY
+    try:
+        for at, x in zip(_F_IN, inputs):
+            if x is not None:
+                words[at] = x.data_ptr() or DUMMY
+    except RuntimeError:  # no storage: sparse, though its signature is a dense tensor's
+        _checks.check_layouts(inputs)
+        raise
     assert q is not None and v is not None
     if entry.cuda >= 0:
         if (words[_F_IN[0]] | words[_F_IN[1]] | words[_F_IN[2]]) & 15:
@@ -354,6 +358,8 @@ def _backward_entry(
 ) -> _Entry:
     q = inputs[0]
     assert q is not None
+    _checks.check_upstream("d_o", d_o, q)
+    _checks.check_upstream("d_final_state", d_final, q)
     entry = _Entry()
     entry.copies = needed_copies(inputs)
     if d_o is not None and wants_copy(d_o):

@@ -6,7 +6,10 @@ Messages: argument, expected, got, remedy; FLA's wording where FLA raises.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +27,8 @@ def _shape(x: Tensor) -> str:
     return "[" + ", ".join(str(n) for n in x.shape) + "]"
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _short(what: torch.dtype | torch.layout) -> str:
+    return str(what).removeprefix("torch.")
 
 
 def _list(dtypes: Sequence[torch.dtype]) -> str:
@@ -36,6 +39,48 @@ def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         remedy = "it is required" if x is None else "convert it with torch.as_tensor"
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}; {remedy}")
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "a nested tensor" if x.is_nested else f"layout {_short(x.layout)}"
+        remedy = "pack the sequences into one row with cu_seqlens" if x.is_nested else "convert it with .to_dense()"
+        raise TypeError(f"{name}: expected a dense tensor (torch.strided), got {kind}; {remedy}")
+
+
+def whole(name: str, x: Any, what: str, remedy: str) -> int:
+    """An int, or what is one in all but name (numpy's)."""
+    try:
+        return operator.index(x)
+    except (TypeError, RuntimeError):
+        raise TypeError(f"{name}: expected {what}, got {_brief(x)}; {remedy}") from None
+
+
+def _brief(x: object) -> str:
+    return f"a {type(x).__name__}" if isinstance(x, (Tensor, list, tuple, dict)) else f"{type(x).__name__} {x!r}"
+
+
+def check_layouts(inputs: Sequence[object]) -> None:
+    """inputs in the order of NAMES: what tells a sparse tensor from a dense one of the same shape."""
+    for name, x in zip(NAMES, inputs):
+        if x is not None:
+            check_tensor(name, x)
+
+
+def check_scale(scale: Any) -> float:
+    if torch.compiler.is_compiling():
+        return float(scale)
+    remedy = "pass a number, or None for K ** -0.5"
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError(
+            "scale: expected a number, got a tensor that requires grad; multiply q by it: scale itself has no gradient"
+        )
+    if isinstance(scale, (str, bytes)):
+        raise TypeError(f"scale: expected a number, got {_brief(scale)}; {remedy}")
+    try:
+        number = float(scale)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"scale: expected a number, got {_brief(scale)}; {remedy}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"scale: expected a finite number, got {number}; {remedy}")
+    return number
 
 
 def check_dtype(name: str, x: Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -57,12 +102,21 @@ def check_state(name: str, x: Tensor, count: int | None, heads: int, k_dim: int,
     elif x.dim() == 4 and x.shape[0] != count:
         raise ValueError(
             f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
-            f"i.e., {count} rather than {x.shape[0]}."
+            f"i.e., {count} rather than {x.shape[0]}; pass one for each sequence (without cu_seqlens each batch row is one)."
         )
     remedy = "; pass one state for each sequence and value head"
     if x.dim() == 4 and rows != cols and (x.shape[2], x.shape[3]) == (cols, rows):
         remedy = f"; this is the other layout: pass state_v_first={not v_first} or transpose the last two dimensions"
     check_shape(name, x, layout, count, heads, rows, cols, remedy=remedy)
+
+
+def check_upstream(name: str, x: object, q: Tensor) -> None:
+    """A gradient that comes in; its shape is the C ABI's to check."""
+    if x is not None:
+        check_tensor(name, x)
+        check_dtype(name, x, FLOATS)  # type: ignore[arg-type]
+        if x.device != q.device:  # type: ignore[attr-defined]
+            raise ValueError(f"{name}: expected on q's device {q.device}, got {x.device}; move it with .to(q.device)")  # type: ignore[attr-defined]
 
 
 def check_call(
@@ -86,7 +140,8 @@ def check_call(
             )
     if q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"k: q and k must have the same number of heads, but got q.shape[2]={q.shape[2]} and k.shape[2]={k.shape[2]}"
+            f"k: q and k must have the same number of heads, but got q.shape[2]={q.shape[2]} and k.shape[2]={k.shape[2]}; "
+            "only v may have more: do not repeat k"
         )
     batch, tokens, heads, k_dim = q.shape
     v_heads, v_dim = v.shape[2], v.shape[3]
@@ -163,7 +218,6 @@ def check_call(
         raise ValueError("allow_neg_eigval: `allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
 
     if out is not None:
-        check_tensor("out", out)
         check_shape("out", out, "[B, T, HV, V]", batch, tokens, v_heads, v_dim, remedy="; out has v's shape")
         if out.dtype != q.dtype:
             raise TypeError(f"out: expected dtype {_short(q.dtype)} as q, got {_short(out.dtype)}; allocate it as q's type")
@@ -175,13 +229,16 @@ def check_call(
 def check_checkpoints(x: Tensor | None, every: int, q: Tensor, v: Tensor, flags: int, varlen: bool) -> None:
     if every == 0 and x is None:
         return
-    if not isinstance(every, int) or every <= 0 or every % 64 != 0:
-        raise ValueError(f"checkpoint_every_n_tokens: expected a positive multiple of 64 with state_checkpoints, got {every}")
+    if every <= 0 or every % 64 != 0:
+        raise ValueError(
+            f"checkpoint_every_n_tokens: expected a positive multiple of 64 with state_checkpoints, got {every}; "
+            f"{'round it up, to ' + str(-(-every // 64) * 64) if every > 0 else 'leave state_checkpoints out for none'}"
+        )
     if x is None:
         raise ValueError(
             "state_checkpoints: expected a tensor [sum of floor(length / checkpoint_every_n_tokens), HV, K, V] to fill, got None; allocate it"
         )
-    check_tensor("state_checkpoints", x)
+    assert isinstance(x, Tensor)
     check_dtype("state_checkpoints", x, FLOATS)
     if x.device != q.device:
         raise ValueError(f"state_checkpoints: expected on q's device {q.device}, got {x.device}; allocate it there")

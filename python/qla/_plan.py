@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,7 @@ def plan(*args: Any, lens: Sequence[int] | None = None, chunk_log_decay: Any = N
     lens: lengths of the sequences; None: read from `cu_seqlens` (which synchronises on CUDA) or q's shape.
     chunk_log_decay: [sum of chunks, HV] float32 on the CPU, the sum of the log gate over each chunk; None: unknown.
     """
+    from qla import _need_torch  # noqa: F401  # isort: skip
     import torch
 
     from qla import _args, api
@@ -65,14 +67,16 @@ def plan(*args: Any, lens: Sequence[int] | None = None, chunk_log_decay: Any = N
         from qla import _checks
 
         _checks.check_call(call.inputs, call.options[1])
-    if lens is None and cu is not None:
+    if lens is not None:
+        lens = _lengths(lens, q.shape[0] if cu is None else cu.shape[0] - 1)
+    elif cu is not None:
         lens = torch.diff(cu).tolist()
     struct = _args.forward_args(call.inputs, call.options, call.want_final)
     c_lens = None if lens is None else (ctypes.c_int64 * max(len(lens), 1))(*lens)
     num_lens = 0 if lens is None else len(lens)
     decay = None
     if chunk_log_decay is not None:
-        decay = torch.as_tensor(chunk_log_decay, dtype=torch.float32, device="cpu").contiguous()
+        decay = _decays(chunk_log_decay, lens, q, call.inputs[2])
     decay_at = None if decay is None else decay.data_ptr()
 
     library = _ffi.lib()
@@ -101,6 +105,36 @@ def plan(*args: Any, lens: Sequence[int] | None = None, chunk_log_decay: Any = N
         uncut_chunks=None if call.options[2] == _ffi.CP_FIXED else result.uncut_chunks,
         exact=call.options[2] == _ffi.CP_EXACT or call.options[4] is not None,
     )
+
+
+def _lengths(given: Any, sequences: int) -> list[int]:
+    try:
+        lens = [operator.index(n) for n in given]
+    except TypeError:
+        raise TypeError(f"lens: expected whole numbers, the lengths of the sequences, got {given!r}; pass a list of int") from None
+    if len(lens) != sequences:
+        raise ValueError(f"lens: expected {sequences} lengths, as cu_seqlens or the batch say, got {len(lens)}; one for each sequence")
+    return lens
+
+
+def _decays(given: Any, lens: Sequence[int] | None, q: Any, v: Any) -> Any:
+    import torch
+
+    from qla import _args
+
+    chunks = sum(-(-n // _args.CHUNK) for n in (lens if lens is not None else [q.shape[1]] * q.shape[0]))
+    try:
+        decay = torch.as_tensor(given, dtype=torch.float32, device="cpu").contiguous()
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"chunk_log_decay: expected float32 [chunks, HV], got a {type(given).__name__}; sum g over each chunk of {_args.CHUNK} tokens"
+        ) from None
+    if tuple(decay.shape) != (chunks, v.shape[2]):
+        raise ValueError(
+            f"chunk_log_decay: expected shape [chunks, HV] = [{chunks}, {v.shape[2]}], got {list(decay.shape)}; "
+            f"one row for each chunk of {_args.CHUNK} tokens, a sequence's last one may be shorter"
+        )
+    return decay
 
 
 def _text(result: _ffi.Plan) -> str:

@@ -11,6 +11,8 @@ import os
 import warnings
 from typing import Any
 
+from qla import _need_torch  # noqa: F401  # isort: skip
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,10 @@ def cp_policy(auto_cp: object) -> tuple[int, int, float | None, int]:
     if auto_cp == "exact":
         return _ffi.CP_EXACT, 0, None, 0
     if isinstance(auto_cp, Plan):
+        if not isinstance(auto_cp.segment_chunks, int) or auto_cp.segment_chunks < 0:
+            raise ValueError(
+                f"auto_cp: expected a plan of segment_chunks 0 (whole sequences) or more, got {auto_cp.segment_chunks!r}; see qla.plan"
+            )
         threshold = -math.inf if auto_cp.exact else None
         if auto_cp.uncut_chunks is not None:
             return _ffi.CP_PLAN, auto_cp.segment_chunks, threshold, auto_cp.uncut_chunks
@@ -164,22 +170,34 @@ def _prepare(
         if deterministic == "batch":
             flags |= _ffi.FLAG_BATCH_INVARIANT
         elif not isinstance(deterministic, bool):  # results are always the same from run to run
-            raise ValueError(f'deterministic: expected None, True, False or "batch", got {deterministic!r}')
+            raise ValueError(
+                f'deterministic: expected None, True, False or "batch", got {deterministic!r}; "batch" also makes results independent of '
+                "what a sequence is packed with, the others change nothing"
+            )
     q, k, v = _autocast(q, k, v)
 
     call = _Prepared()
     call.inputs = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, has_initial_state, state_indices)
-    call.options = (None if scale is None else float(scale), flags, *cp)
+    call.options = (None if scale is None else _checks.check_scale(scale), flags, *cp)
     call.want_final = bool(output_final_state)
     call.needs = ops.needs_grad(call.inputs)
-    call.out, call.checkpoints, call.every = out, state_checkpoints, checkpoint_every_n_tokens
+    every = checkpoint_every_n_tokens
+    if type(every) is not int:
+        every = _checks.whole("checkpoint_every_n_tokens", every, "a multiple of 64", "0 stores none")
+    call.out, call.checkpoints, call.every = out, state_checkpoints, every
     call.max_bytes = 0
+    for name, given in (("out", out), ("state_checkpoints", state_checkpoints)):
+        if given is not None:
+            _checks.check_tensor(name, given)
+            if given.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"{name}: expected a tensor without requires_grad, got one with it; pass {name}.detach()")
     if backward_mib is not None:
+        backward_mib = _checks.whole("backward_mib", backward_mib, "a whole number of MiB", "None is the default")
         if backward_mib < 0:
             raise ValueError(
                 f"backward_mib: expected 0 (as little as possible) or more MiB, got {backward_mib}; None is the default"
             )
-        call.max_bytes = max(1, int(backward_mib) << 20)
+        call.max_bytes = max(1, min(backward_mib, 1 << 40) << 20)
     if call.needs:
         for name, given in (("out", out), ("state_indices", state_indices), ("state_checkpoints", state_checkpoints)):
             if given is not None:
@@ -279,7 +297,7 @@ def chunk_gated_delta_rule(
         flags = _flags(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
         q, k, v = _autocast(q, k, v)
         inputs = (q, k, v, g, beta, initial_state, cu_seqlens, None, None, None, None)
-        options = (None if scale is None else float(scale), flags, *_AUTO)
+        options = (None if scale is None else _checks.check_scale(scale), flags, *_AUTO)
         return ops.gdn_forward(inputs, options, bool(output_final_state), ops.needs_grad(inputs))
     call = _prepare(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -315,6 +333,7 @@ def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Prepared:
 
 def _implementable(args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bool) -> None:
     call = bind(args, kwargs)
+    _checks.check_layouts(call.inputs)
     serving = call.out is not None or call.inputs[10] is not None or call.checkpoints is not None or call.every
     if needs_grad and serving:
         raise ValueError(

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from qla import _need_torch  # noqa: F401  # isort: skip
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from qla import _args, _call, _checks, _ffi
 from qla._args import Extras, Inputs, Options
@@ -45,6 +48,10 @@ _NUM_INPUTS = 10
 DOUBLE_BACKWARD = (
     "qla: the gradient of chunk_gated_delta_rule's gradients (double backward, create_graph=True) is not implemented; "
     "call backward without create_graph, or differentiate qla.testing.recurrent_gated_delta_rule"
+)
+JVP = (
+    "forward-mode differentiation (jvp, jacfwd) of chunk_gated_delta_rule is not implemented; use reverse mode (backward, "
+    "torch.func.vjp or jacrev), or differentiate qla.testing.recurrent_gated_delta_rule"
 )
 VMAP = "qla: vmap over chunk_gated_delta_rule is not implemented; put the mapped dimension into the batch dimension of q, k, v, g and beta"
 
@@ -92,7 +99,12 @@ def forward_into(inputs: Inputs, options: Options, want_final: bool, extras: Ext
         o, final, _ = _call.forward(inputs, options, want_final, extras=extras._replace(out=None))
         out.copy_(o)
     else:
-        _, final, _ = _call.forward(inputs, options, want_final, extras=extras)
+        try:
+            _, final, _ = _call.forward(inputs, options, want_final, extras=extras)
+        except ValueError as error:  # the C ABI calls it o
+            if out is None or not str(error).startswith("o: "):
+                raise
+            raise type(error)(f"out{str(error)[1:]}") from None
     for x in (out, extras.state_checkpoints, inputs[5] if inputs[10] is not None else None):
         if x is not None and not x.is_inference():
             torch.autograd.graph.increment_version(x)  # the library wrote behind autograd's back
@@ -268,6 +280,10 @@ class _Transformed(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         raise NotImplementedError(VMAP)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(f"qla: {JVP}")
+
 
 class _TransformedBackward(torch.autograd.Function):
     @staticmethod
@@ -282,7 +298,7 @@ class _TransformedBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(DOUBLE_BACKWARD)
 
-    vmap = _Transformed.vmap
+    vmap, jvp = _Transformed.vmap, _Transformed.jvp
 
 
 # ---- the way in ------------------------------------------------------------------------------------------------------
@@ -313,10 +329,21 @@ def needs_grad(inputs: Inputs) -> int:
 
 def _plain_eager(inputs: Inputs) -> bool:
     """No tracer, mode, transform or subclass wants to see the operator."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(inputs)
     if not _PLAIN.issuperset(map(type, inputs)):
         odd = next(x for x in inputs if type(x) not in _PLAIN)
+        if isinstance(odd, Tensor) and odd.is_nested:
+            _checks.check_layouts(inputs)
         return not isinstance(odd, Tensor)  # not a tensor at all: the checks of the direct way say so
     return _dispatch_modes() == 0 and _transform() is None
+
+
+def _refuse_tangents(inputs: Inputs) -> None:
+    """Inside forward-mode differentiation: a tangent would be lost without a word."""
+    for name, x in zip(_checks.NAMES, inputs):
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name}: expected no tangent, got one; {JVP}")
 
 
 # What Function.apply calls once it knows that no transform is active, which _plain_eager has seen.

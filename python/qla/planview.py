@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from qla import _ffi
 from qla.lengths import parse_lengths
 
 CHUNK = 64
+MOST_TOKENS = 1 << 40
 DTYPES = {"fp64": _ffi.FLOAT64, "fp32": _ffi.FLOAT32, "bf16": _ffi.BFLOAT16, "fp16": _ffi.FLOAT16}
 MODES = {"auto": _ffi.CP_AUTO, "exact": _ffi.CP_EXACT, "off": _ffi.CP_OFF, "fixed": _ffi.CP_FIXED}
 
@@ -118,6 +120,8 @@ def plan_of_call(q: Any, k: Any, v: Any, g: Any, beta: Any, backend: str | None 
 
 def main(args: argparse.Namespace) -> int:
     lengths = parse_lengths("+".join(args.lengths))
+    if sum(lengths) >= MOST_TOKENS:
+        raise ValueError(f"lengths: expected fewer than {MOST_TOKENS} tokens in all, got {sum(lengths)}; split the call")
     hk, hv = args.heads
     if hk < 1 or hv < 1 or hv % hk:
         raise ValueError(f"--heads: expected HK 1 or more and HV a multiple of it, got {hk} {hv}")
@@ -125,12 +129,17 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--segment-chunks: expected 1 or more with --cp fixed, got {args.segment_chunks}; 8 cuts into 512 tokens each"
         )
+    if args.segment_chunks > 1 << 24:
+        raise ValueError(f"--segment-chunks: expected at most {1 << 24}, got {args.segment_chunks}; --cp off cuts nothing")
     if args.cp != "fixed" and args.segment_chunks:
         raise ValueError(
             f"--segment-chunks: expected with --cp fixed, got {args.segment_chunks} with --cp {args.cp}; add --cp fixed"
         )
     decays = None
     if args.log_decay:
+        for value in args.log_decay:
+            if not value <= 0 or math.isinf(value):  # NaN too
+                raise ValueError(f"--log-decay: expected finite numbers of 0 or less, got {value}; the log of a decay in (0, 1]")
         decays = chunk_decays(lengths, args.log_decay, hv)
     plan = make_plan(lengths, (hk, hv), args.dtype, args.backend, args.cp, args.segment_chunks, decays)
     print(plan.text.partition("\n  sequence head ")[0].rstrip())  # the items: all of them with --list, drawn with --png
@@ -144,6 +153,8 @@ def main(args: argparse.Namespace) -> int:
     if args.png:
         from qla import plotting
 
+        if args.png.is_dir():
+            raise ValueError(f"--png: expected a file to write, got the folder {args.png}; add a name, {args.png}/plan.png")
         figure = plotting.new_figure(10, 5)
         plotting.draw_plan(figure.subplots(1, 1), plan)
         plotting.save(figure, args.png)

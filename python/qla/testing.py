@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from qla import _need_torch  # noqa: F401  # isort: skip
+
 import torch
 from torch import Tensor
 

@@ -23,7 +23,7 @@ WRONG = {
     "g not a tensor": ("g", lambda x: -0.1, TypeError, r"g: expected a torch.Tensor, got float"),
     "q 3-D": ("q", lambda x: x["q"][0], ValueError, r"q: expected 4 dimensions \[B, T, H, K\], got 3"),
     "v 5-D": ("v", lambda x: x["v"][None], ValueError, r"v: expected 4 dimensions"),
-    "k other heads": ("k", lambda x: x["k"][:, :, :1], ValueError, r"k: q and k must have the same number of heads"),
+    "k other heads": ("k", lambda x: x["k"][:, :, :1], ValueError, r"k: q and k must have the same number of heads.*only v may"),
     "k other tokens": ("k", lambda x: x["k"][:, 1:], ValueError, r"k: expected shape .* got \[1, 69, 2, 24\]"),
     "k other size": ("k", lambda x: x["k"][..., :8], ValueError, r"k: expected shape"),
     "v other tokens": ("v", lambda x: x["v"][:, 1:], ValueError, r"v: expected shape"),
@@ -35,7 +35,12 @@ WRONG = {
     "g integer": ("g", lambda x: x["g"].int(), TypeError, r"g: expected dtype"),
     "beta shape": ("beta", lambda x: x["beta"][..., None], ValueError, r"beta: expected shape"),
     "beta boolean": ("beta", lambda x: x["beta"] > 0, TypeError, r"beta: expected dtype"),
-    "state count": ("initial_state", lambda x: x["initial_state"].repeat(2, 1, 1, 1), ValueError, r"i.e., 1 rather than 2"),
+    "state count": (
+        "initial_state",
+        lambda x: x["initial_state"].repeat(2, 1, 1, 1),
+        ValueError,
+        r"i.e., 1 rather than 2; pass one for each sequence",
+    ),
     "state layout": ("initial_state", lambda x: x["initial_state"].mT, ValueError, r"initial_state: .*pass state_v_first=True"),
     "state 3-D": ("initial_state", lambda x: x["initial_state"][0], ValueError, r"initial_state: expected shape"),
     "state integer": ("initial_state", lambda x: x["initial_state"].int(), TypeError, r"initial_state: expected dtype"),
@@ -53,7 +58,7 @@ WRONG = {
     "cu_seqlens past the end": ("cu_seqlens", lambda x: torch.tensor([0, 71]), ValueError, r"cu_seqlens"),
     "cu_seqlens not from 0": ("cu_seqlens", lambda x: torch.tensor([1, 70]), ValueError, r"cu_seqlens"),
     "auto_cp": ("auto_cp", lambda x: "fast", ValueError, r"auto_cp: expected"),
-    "deterministic": ("deterministic", lambda x: "always", ValueError, r"deterministic: expected"),
+    "deterministic": ("deterministic", lambda x: "always", ValueError, r'deterministic: expected.*"batch" also makes'),
     "cp_context": ("cp_context", lambda x: object(), NotImplementedError, r"cp_context: expected None"),
     "head_first": ("head_first", lambda x: True, ValueError, r"head_first: head_first has been removed"),
     "allow_neg_eigval": ("allow_neg_eigval", lambda x: True, ValueError, r"requires `use_beta_sigmoid_in_kernel=True`"),
@@ -71,9 +76,43 @@ WRONG = {
         "checkpoint_every_n_tokens",
         lambda x: 32,
         ValueError,
-        r"checkpoint_every_n_tokens: expected a positive multiple of 64",
+        r"checkpoint_every_n_tokens: expected a positive multiple of 64 .*got 32; round it up, to 64",
     ),
     "no checkpoints": ("checkpoint_every_n_tokens", lambda x: 64, ValueError, r"state_checkpoints: expected a tensor"),
+    "interval float": (
+        "checkpoint_every_n_tokens",
+        lambda x: 64.0,
+        TypeError,
+        r"checkpoint_every_n_tokens: expected a multiple of 64, got float",
+    ),
+    "out not a tensor": ("out", lambda x: 3, TypeError, r"out: expected a torch.Tensor, got int"),
+    "out sparse": ("out", lambda x: torch.empty(1, 70, 4, 40).to_sparse(), TypeError, r"out: .*got layout sparse_coo"),
+    "out expanded": ("out", lambda x: torch.empty(1, 1, 4, 40).expand(1, 70, 4, 40), ValueError, r"out: .*elements lie apart"),
+    "q sparse": ("q", lambda x: x["q"].to_sparse(), TypeError, r"q: expected a dense tensor .*layout sparse_coo; .*to_dense"),
+    "g sparse": ("g", lambda x: x["g"].to_sparse(), TypeError, r"g: expected a dense tensor"),
+    "state sparse": ("initial_state", lambda x: x["initial_state"].to_sparse(), TypeError, r"initial_state: expected a dense"),
+    "k nested": ("k", lambda x: torch.nested.nested_tensor([x["k"][0]]), TypeError, r"k: .*nested tensor; .*cu_seqlens"),
+    "v jagged": (
+        "v",
+        lambda x: torch.nested.nested_tensor([x["v"][0]], layout=torch.jagged),
+        TypeError,
+        r"v: .*nested tensor; .*cu_seqlens",
+    ),
+    "scale text": ("scale", lambda x: "0.5", TypeError, r"scale: expected a number, got str '0.5'; .*None"),
+    "scale list": ("scale", lambda x: [0.5], TypeError, r"scale: expected a number, got a list; .*None"),
+    "scale of two": ("scale", lambda x: torch.ones(2), TypeError, r"scale: expected a number, got a Tensor; .*None"),
+    "scale NaN": ("scale", lambda x: float("nan"), ValueError, r"scale: expected a finite number, got nan; .*None"),
+    "scale inf": ("scale", lambda x: float("inf"), ValueError, r"scale: expected a finite number, got inf; .*None"),
+    "scale learnt": ("scale", lambda x: torch.ones((), requires_grad=True), ValueError, r"scale: .*multiply q by it"),
+    "backward_mib text": ("backward_mib", lambda x: "a", TypeError, r"backward_mib: expected a whole number of MiB, got str 'a'"),
+    "backward_mib half": ("backward_mib", lambda x: 0.5, TypeError, r"backward_mib: expected a whole number of MiB, got float"),
+    "backward_mib below 0": ("backward_mib", lambda x: -1, ValueError, r"backward_mib: expected 0 .*got -1; None is the default"),
+    "plan below 0": (
+        "auto_cp",
+        lambda x: qla.Plan(-1, 0, 0, 0, 0, 1, 0, 0.0, False, ""),
+        ValueError,
+        r"auto_cp: expected a plan of segment_chunks 0 .*got -1",
+    ),
     "cu_seqlens_cpu alone": (
         "cu_seqlens_cpu",
         lambda x: torch.tensor([0, 70]),
@@ -105,6 +144,34 @@ def test_wrong_argument(case: str) -> None:
         assert not served and reason or name == "cu_seqlens"
     o, _ = qla.chunk_gated_delta_rule(**inputs)  # the next call works
     assert_close({"o": o}, {"o": recurrent_gated_delta_rule(**inputs)[0]}, torch.float32)
+
+
+def test_sparse_after_a_dense_call_of_the_same_signature() -> None:
+    inputs = CPU.inputs(70)
+    qla.chunk_gated_delta_rule(**inputs)
+    sparse = {**inputs, "beta": inputs["beta"].to_sparse()}
+    with pytest.raises(TypeError, match=r"beta: expected a dense tensor"):
+        qla.chunk_gated_delta_rule(**sparse)
+    assert not qla.can_implement(**sparse)[0]
+
+
+def test_out_has_memory_of_its_own() -> None:
+    inputs = CPU.inputs(70)
+    before = inputs["v"].clone()
+    with pytest.raises(ValueError, match=r"out: expected memory of its own, got memory that v uses"):
+        qla.chunk_gated_delta_rule(**inputs, out=inputs["v"])
+    assert torch.equal(inputs["v"], before)
+
+
+@pytest.mark.parametrize("name", ["out", "state_checkpoints"])
+def test_outputs_that_want_gradients(name: str) -> None:
+    given = {"out": torch.empty(1, 70, 4, 40), "state_checkpoints": torch.empty(1, 4, 24, 40)}
+    every = {"checkpoint_every_n_tokens": 64} if name == "state_checkpoints" else {}
+    given[name].requires_grad_()
+    with pytest.raises(ValueError, match=rf"{name}: expected a tensor without requires_grad"):
+        qla.chunk_gated_delta_rule(**CPU.inputs(70), **{name: given[name]}, **every)
+    with torch.no_grad():
+        qla.chunk_gated_delta_rule(**CPU.inputs(70), **{name: given[name]}, **every)
 
 
 @pytest.mark.br(44)

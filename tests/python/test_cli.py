@@ -53,6 +53,11 @@ def test_plan_prints_lists_and_draws(tmp_path):
     assert "sequence head" in done.stdout and picture.stat().st_size > 5000
 
 
+def test_plan_of_nothing_says_so():
+    done = run("plan", "0")
+    assert done.returncode == 0 and done.stdout.startswith("plan: no tokens: nothing to compute\n"), done.stdout
+
+
 def test_plan_for_a_gpu_names_its_workspace():
     done = run("plan", "32768", "--heads", "16", "64", "--backend", "cuda")
     assert done.returncode == 0, done.stderr
@@ -65,6 +70,12 @@ def test_plan_for_a_gpu_names_its_workspace():
         (("plan", "12y"), "lengths"),
         (("plan", "64", "--cp", "fixed"), "--segment-chunks"),
         (("plan", "64", "--segment-chunks", "3"), "--cp fixed"),
+        (("plan", "64", "--backend", "cuda", "--dtype", "fp64"), "q: expected bfloat16 or float16 on CUDA, got float64"),
+        (("plan", "64", "--log-decay", "0.5"), "--log-decay: expected finite numbers of 0 or less, got 0.5"),
+        (("plan", "64", "--log-decay", "nan"), "--log-decay"),
+        (("plan", str(1 << 70)), "lengths: expected fewer than"),
+        (("plan", "64", "--cp", "fixed", "--segment-chunks", str(1 << 70)), "--segment-chunks: expected at most"),
+        (("plan", "64", "--png", "."), "--png: expected a file to write, got the folder"),
         (("selftest", "--device", "gpu"), "cuda:N"),
         (("selftest", "--seconds", "0"), "--seconds"),
         (("bench", "--tokens", "0"), "--tokens"),

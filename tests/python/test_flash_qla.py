@@ -184,6 +184,38 @@ def test_backward_from_the_forwards_parts(device: Device, v_first: bool, cu: tup
     assert_close(actual, {n: expected[n] for n in actual}, device.dtype)
 
 
+WRONG_PARTS = {
+    "do": (lambda x: [1.0], TypeError, "do: expected a torch.Tensor, got list"),
+    "do missing": (lambda x: None, TypeError, "do: expected a torch.Tensor, got NoneType"),
+    "do short": (lambda x: x["do"][:, 1:], ValueError, r"do: expected shape \[B, T, HV, V\]"),
+    "do elsewhere": (lambda x: x["do"].to("meta"), ValueError, "do: expected on q's device"),
+    "dht": (lambda x: torch.ones(3), ValueError, "dht: expected shape"),
+    "dht whole": (lambda x: torch.ones(1, 4, 24, 40, dtype=torch.int32), TypeError, "dht: expected dtype"),
+    "g": (lambda x: None, TypeError, "g: expected a torch.Tensor"),
+    "g flat": (lambda x: x["g"][0, 0], ValueError, r"g: expected 3 dimensions \[B, T, HV\]"),
+    "cu_seqlens": (lambda x: [0, 70], TypeError, "cu_seqlens: expected a torch.Tensor, got list"),
+    "cu_seqlens real": (lambda x: torch.tensor([0.0, 70.0]), TypeError, "cu_seqlens: expected dtype"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PARTS)
+def test_wrong_arguments_of_backward(case: str) -> None:
+    make, error, words = WRONG_PARTS[case]
+    inputs = Device("cpu").inputs(70)
+    inputs.pop("initial_state")
+    g, a, o, *_ = flash_qla.chunk_gated_delta_rule_fwd(**inputs)
+    given = {**inputs, "g": g, "A": a, "do": torch.ones_like(o)}
+    with pytest.raises(error, match=words):
+        flash_qla.chunk_gated_delta_rule_bwd(**{**given, case.split()[0]: make(given)})
+    flash_qla.chunk_gated_delta_rule_bwd(**given)
+
+
+@pytest.mark.parametrize("q", [[1.0], torch.ones(3), torch.tensor(1.0)])
+def test_forced_cuts_of_no_tensor(q: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^q: expected"):
+        flash_qla.chunk_gated_delta_rule(**{**Device("cpu").inputs(70), "q": q}, force_intra_cp=True)
+
+
 @pytest.mark.br(5)
 def test_backward_without_a_state(device: Device) -> None:
     inputs = device.inputs(130)

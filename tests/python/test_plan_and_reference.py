@@ -34,6 +34,22 @@ def test_plan_needs_no_data() -> None:
     assert starts[0] == {"warmup"} and "merged" in starts[1] and "warmup" not in starts[1]  # a head that never forgets
 
 
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ({"lens": "ab"}, TypeError, "lens: expected whole numbers"),
+        ({"lens": 70}, TypeError, "lens: expected whole numbers"),
+        ({"lens": [35, 35]}, ValueError, "lens: expected 1 lengths"),
+        ({"lens": [-1]}, ValueError, r"lens\[0\]"),
+        ({"chunk_log_decay": "x"}, TypeError, "chunk_log_decay: expected float32"),
+        ({"chunk_log_decay": [1.0]}, ValueError, r"chunk_log_decay: expected shape \[chunks, HV\] = \[2, 4\], got \[1\]"),
+    ],
+)
+def test_wrong_lengths_and_gates(given: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        qla.plan(**CPU.inputs(70), **given)
+
+
 def test_a_plan_is_a_policy() -> None:
     inputs = CPU.inputs(1000, (1, 2), kind="zero")
     do, dht = upstream(inputs)

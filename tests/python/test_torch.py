@@ -383,6 +383,19 @@ def test_vmap_is_refused(device: Device) -> None:
         torch.vmap(grad)(stacked)
 
 
+@pytest.mark.parametrize("name", ["q", "g", "initial_state"])
+def test_forward_mode_is_refused(device: Device, name: str) -> None:
+    inputs = device.inputs(10)
+    x = inputs[name]
+    call = lambda x: qla.chunk_gated_delta_rule(**{**inputs, name: x})[0]  # noqa: E731
+    with pytest.raises(NotImplementedError, match=rf"^{name}: expected no tangent, got one; .*reverse mode"):
+        torch.func.jvp(call, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(call(x), call(x.clone()))  # no tangent: nothing to lose
+        with pytest.raises(NotImplementedError, match=rf"^{name}: expected no tangent"):
+            call(torch.autograd.forward_ad.make_dual(x, x))
+
+
 def test_functional_gradient(device: Device) -> None:
     inputs = device.inputs(70)
     (expected,) = torch.autograd.grad(
@@ -473,6 +486,23 @@ except ImportError as error:
     print('said', qla.can_implement(**x)[0])
 """
     assert "said False" in subprocess_python(code, env={"QLA_LIBRARY": str(tmp_path / "nowhere.so")})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import qla; qla.chunk_gated_delta_rule",
+        "import qla; qla.plan(1, 2, 3)",
+        "import qla.ops",
+        "import qla.testing",
+        "import qla.integrations.flashinfer",
+        "import flash_qla; flash_qla.chunk_gated_delta_rule",
+        "import flash_qla.utils",
+    ],
+)
+def test_missing_torch_is_said(line: str) -> None:
+    code = f"import sys\nsys.modules['torch'] = None\ntry:\n    {line}\nexcept ImportError as error:\n    print(error)"
+    assert "pip install 'flash-qla[torch]'" in subprocess_python(code)
 
 
 @pytest.mark.br(85)
