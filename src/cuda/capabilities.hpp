@@ -20,12 +20,14 @@ inline void check_served(const Problem& p) {
                 ", V = ", p.v_dim, "; pad the heads to 128, or use CPU tensors");
 }
 
-// .. for one call: the fused form leaves nothing of the intra-chunk stage in memory and stores no states on the way.
+// .. for one call: of the intra-chunk stage the fused form leaves nothing in memory but what backward reuses, of sequences that
+// it walks; it stores no states on the way.
 inline plan::Capabilities forward_capabilities(const qla_gdn_forward_args& args) {
   plan::Capabilities can = kForwardCapabilities;
   for (const qla_tensor* t :
-       {&args.saved, &args.a_gated, &args.a_inv, &args.g_cumsum, &args.q_rnorm, &args.k_rnorm, &args.h, &args.state_checkpoints})
+       {&args.a_gated, &args.a_inv, &args.g_cumsum, &args.q_rnorm, &args.k_rnorm, &args.h, &args.state_checkpoints})
     can.fused = can.fused && !present(*t);
+  if (present(args.saved)) can.fused = can.fused && !present(args.state_indices);
   return can;
 }
 

@@ -41,12 +41,17 @@ inline constexpr int kVecK = 0, kVecQ = 64, kVecE = 128, kVecGamma = 192, kVecG 
 inline constexpr int kVecFloats = 512;         // one record: 2 KiB at vec[index]
 inline constexpr int kVecBytesForward = 1024;  // part A
 
-// The same for the fused forward, which makes Abar and Pg itself, by chunk_gates, float[64] each: cumulated log2 gate; beta;
-// gamma; scale gamma (on (QS)^T); tail beta (on Delta). Where q and k are normalised the kernel multiplies norms into its copy
-// and puts rk, scale rq and gamma_C behind it.
-inline constexpr int kFusedCum = 0, kFusedBeta = 64, kFusedGamma = 128, kFusedQ = 192, kFusedE = 256;
+// The same for the fused forward, which makes Abar and Pg itself, by chunk_gates, float[64] each: scale gamma (on (QS)^T); tail
+// beta (on Delta); gamma; cumulated log2 gate; beta. Where q and k are normalised the kernel multiplies norms into its copy and
+// puts rk, rq and scale rq behind it. A run of the record above: a call that saves makes it there, and the kernel stores what
+// norms change.
+inline constexpr int kFusedQ = 0, kFusedE = 64, kFusedGamma = 128, kFusedCum = 192, kFusedBeta = 256;
 inline constexpr int kFusedVecFloats = 320;
-inline constexpr int kFusedRk = 320, kFusedRq = 384, kFusedDecay = 448;
+inline constexpr int kFusedRk = 320, kFusedRq = 384, kFusedScaledRq = 448;
+inline constexpr int kFusedInRecord = kVecQ;  // where it begins there
+static_assert(kFusedE + kFusedInRecord == kVecE && kFusedGamma + kFusedInRecord == kVecGamma &&
+              kFusedCum + kFusedInRecord == kVecG && kFusedBeta + kFusedInRecord == kVecBeta &&
+              kFusedRk + kFusedInRecord == kVecRk && kFusedRq + kFusedInRecord == kVecRq);
 
 // One unit of work of a recurrence kernel (forward, state pass, reverse pass), written by the plan kernel: a segment of one value
 // head, all of V or one half of it. Kernels walk `chunks` chunks from slot `slot` on (the reverse pass from the last one down).

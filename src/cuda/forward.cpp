@@ -210,13 +210,20 @@ gates::Args gates_args(const Run& r) {
   a.beta = gate_view(r.args.beta);
   a.a_log = head_view(r.args.A_log);
   a.dt_bias = head_view(r.args.dt_bias);
-  a.vec = r.b.gates;
+  a.saves = present(r.args.saved);
+  a.vec = a.saves ? r.b.saved.vec : r.b.gates;
+  a.decay = r.b.saved.decay;
   return a;
 }
 
 void make_fused(ForwardParams& f, const Run& r) {
   f.fused = true;
-  f.vec = r.b.gates;
+  if (present(r.args.saved)) {
+    f.saved_abar = r.b.saved.abar;
+    f.vec = f.saved_vec = r.b.saved.vec;
+  } else {
+    f.vec = r.b.gates;
+  }
   f.scale = float(r.p.scale);
   f.normalise = r.args.flags & QLA_FLAG_QK_L2NORM;
 }
@@ -443,6 +450,7 @@ void forward(const qla_gdn_forward_args& args, const Problem& p) {
   Run r{args, p, device, plan, lay_out_forward(args.workspace, p, plan.counts, saves), stream};
   const Saved saved = lay_out_saved(args.saved.data, p);
   if (plan.counts.both) {
+    if (saves) r.b.saved = saved;
     r.slots = p.chunk_slots();
     run_plan_and_fused(r);
   }

@@ -35,7 +35,7 @@ struct ForwardBuffers {
   WorkItem* items;
   ChunkRecord* chunk_table;
   uint8_t* pg;
-  float* gates;              // the fused form's vectors, by slot and value head
+  float* gates;              // the fused form's vectors, by slot and value head; where the call saves they are in what it saves
   int32_t* part_flags;       // balanced: of the borders, whose states lie in carry[0]
   PlanHeader* fused_header;  // of the fused form, where a call has both
   WorkItem* fused_items;
@@ -69,14 +69,15 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   b.items = layout.take<WorkItem>(tables * n.items);
   b.chunk_table = layout.take<ChunkRecord>(tables * n.range_slots);
   if (n.fused) {  // Abar and Pg stay on chip
-    b.gates = layout.take<float>(n.range_slots * p.num_v_heads * kFusedVecFloats);
+    if (!saved_given) b.gates = layout.take<float>(n.range_slots * p.num_v_heads * kFusedVecFloats);
     b.part_flags = layout.take<int32_t>(2 * n.balanced_shares);
     b.carry[0] = b.carry[1] = layout.take<float>(n.balanced_shares * kStateFloats);
     b.bytes = layout.bytes();
     return b;
   }
   const int64_t pg_bytes = n.range_slots * p.num_v_heads * kTileBytes,
-                gate_bytes = n.both ? p.chunk_slots() * p.num_v_heads * kFusedVecFloats * int64_t{sizeof(float)} : 0;
+                gate_bytes =
+                    n.both && !saved_given ? p.chunk_slots() * p.num_v_heads * kFusedVecFloats * int64_t{sizeof(float)} : 0;
   b.pg = layout.take<uint8_t>(std::max(pg_bytes, gate_bytes));
   if (n.both) {
     b.fused_header = layout.take<PlanHeader>(1);

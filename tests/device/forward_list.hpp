@@ -31,6 +31,7 @@ struct Case {
   bool normalise = false;       // fused: q and k of other lengths than 1
   int gate_type = QLA_FLOAT32;  // fused: of gate and beta
   bool heads_first = false;     // .. which lie [B][Hv][T]
+  bool saves = false;           // fused: what backward reuses is compared, too
 };
 
 inline const std::vector<int64_t> kTails{1, 63, 64, 0, 65, 130, 5}, kPool{70, 100, 64, 3};  // sequences of several cases

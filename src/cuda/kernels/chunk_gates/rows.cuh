@@ -7,8 +7,8 @@
 
 namespace qla::cuda::gates {
 
-// raw gate (0 in rows past the end) times log2 e, and beta
-__device__ __forceinline__ void write_vectors_of(float* record, float2 g, float2 beta, float scale, int lane) {
+// g: raw gate (0 in rows past the end) times log2 e. Returns gamma.
+__device__ __forceinline__ float2 write_vectors_of(float* record, float2 g, float2 beta, float scale, int lane) {
   const float through = warp_inclusive_sum(g.x + g.y, lane);
   const float c0 = through - g.y, c1 = through, last = __shfl_sync(~0u, through, 31);
   const float gamma0 = exp2_approx(c0), gamma1 = exp2_approx(c1);
@@ -18,6 +18,15 @@ __device__ __forceinline__ void write_vectors_of(float* record, float2 g, float2
   out[kFusedGamma / 2] = make_float2(gamma0, gamma1);
   out[kFusedQ / 2] = make_float2(scale * gamma0, scale * gamma1);
   out[kFusedE / 2] = make_float2(exp2_approx(last - c0) * beta.x, exp2_approx(last - c1) * beta.y);
+  return make_float2(gamma0, gamma1);
+}
+// The rest of a kept record (index: slot and value head), unless norms are still to come.
+__device__ __forceinline__ void write_rest(const Args& a, int64_t index, float2 gamma, int lane) {
+  if (lane == 0) a.decay[index] = 0.f;
+  if (a.flags & QLA_FLAG_QK_L2NORM) return;
+  float2* out = reinterpret_cast<float2*>(a.vec + index * kVecFloats) + lane;
+  out[kVecK / 2] = gamma;
+  out[kVecRk / 2] = out[kVecRq / 2] = make_float2(1.f, 1.f);
 }
 
 __device__ __forceinline__ void load_head(const Args& a, int head, float& rate, float& bias) {

@@ -46,7 +46,10 @@ __device__ __forceinline__ void write_vectors(const Args& a, Shared& s, const Ch
   for (int head = threadIdx.x / 32; head < heads; head += kThreads / 32) {
     const float2 g = *reinterpret_cast<const float2*>(&s.gate[head][2 * lane]);
     const float2 beta = *reinterpret_cast<const float2*>(&s.beta[head][2 * lane]);
-    write_vectors_of(a.vec + (int64_t(slot) * a.num_v_heads + first + head) * kFusedVecFloats, g, beta, a.scale, lane);
+    const int64_t index = int64_t(slot) * a.num_v_heads + first + head;
+    float* record = a.vec + (a.saves ? index * kVecFloats + kFusedInRecord : index * kFusedVecFloats);
+    const float2 gamma = write_vectors_of(record, g, beta, a.scale, lane);
+    if (a.saves) write_rest(a, index, gamma, lane);
   }
 }
 

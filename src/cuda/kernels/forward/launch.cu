@@ -15,15 +15,19 @@ namespace {
 void check(cudaError_t e, const char* what) {
   if (e != cudaSuccess) throw Error(QLA_CUDA_ERROR, concat("gdn_forward: ", what, ": ", cudaGetErrorString(e)));
 }
+template <typename T>
+void prepare_fused(const char* what) {
+  for (cudaError_t e : {prepare_fused_type<T, false, false>(), prepare_fused_type<T, false, true>(),
+                        prepare_fused_type<T, true, false>(), prepare_fused_type<T, true, true>()})
+    check(e, what);
+}
 }  // namespace
 
 void prepare_forward() {
   check(prepare_forward_type<__nv_bfloat16>(), "attributes (bf16)");
   check(prepare_forward_type<__half>(), "attributes (fp16)");
-  check(prepare_fused_type<__nv_bfloat16, false>(), "attributes (fused, bf16)");
-  check(prepare_fused_type<__half, false>(), "attributes (fused, fp16)");
-  check(prepare_fused_type<__nv_bfloat16, true>(), "attributes (fused, norms, bf16)");
-  check(prepare_fused_type<__half, true>(), "attributes (fused, norms, fp16)");
+  prepare_fused<__nv_bfloat16>("attributes (fused, bf16)");
+  prepare_fused<__half>("attributes (fused, fp16)");
 }
 
 namespace {
@@ -45,16 +49,18 @@ ForwardArgs forward_args(const ForwardParams& p) {
 }
 void check_launch(cudaError_t e, const ForwardParams& p, int grid) {
   check(e, concat("launch of ", grid, " CTAs, ", p.dtype == QLA_BFLOAT16 ? "bf16" : "fp16", p.fused ? ", fused" : "",
-                  p.v_parts == 2 ? ", V split" : "", p.output ? "" : ", no output")
+                  p.saved_abar ? ", saving" : "", p.v_parts == 2 ? ", V split" : "", p.output ? "" : ", no output")
                .c_str());
 }
-template <bool Norm>
+template <bool Norm, bool Save>
 cudaError_t launch_fused_as(const FusedArgs& args, int grid, cudaStream_t stream) {
-  return args.p.dtype == QLA_BFLOAT16 ? launch_fused_type<__nv_bfloat16, Norm>(args, grid, stream)
-                                      : launch_fused_type<__half, Norm>(args, grid, stream);
+  return args.p.dtype == QLA_BFLOAT16 ? launch_fused_type<__nv_bfloat16, Norm, Save>(args, grid, stream)
+                                      : launch_fused_type<__half, Norm, Save>(args, grid, stream);
 }
 cudaError_t launch_fused(const FusedArgs& args, int grid, cudaStream_t stream) {
-  return args.p.normalise ? launch_fused_as<true>(args, grid, stream) : launch_fused_as<false>(args, grid, stream);
+  if (args.p.saved_abar)
+    return args.p.normalise ? launch_fused_as<true, true>(args, grid, stream) : launch_fused_as<false, true>(args, grid, stream);
+  return args.p.normalise ? launch_fused_as<true, false>(args, grid, stream) : launch_fused_as<false, false>(args, grid, stream);
 }
 }  // namespace
 

@@ -30,8 +30,11 @@ struct ForwardParams {
   // The fused form (forward_fused/): Abar and Pg are made inside, vec is chunk_gates' [slot][v_head][kFusedVecFloats]. All of V,
   // output, no cut sequences, no h, no checkpoints.
   bool fused = false;
-  bool normalise = false;                // fused: q and k by their norms
-  float scale = 1.f;                     // fused: of Pg
+  bool normalise = false;  // fused: q and k by their norms
+  float scale = 1.f;       // fused: of Pg
+  // fused: kept for backward, [slot][v_head] tiles and whole records; vec is these records then, and chunk_gates' work in them
+  uint8_t* saved_abar = nullptr;
+  float* saved_vec = nullptr;
   StateView initial_state, final_state;  // by sequence, or by state_indices
   StateView checkpoints, h;              // by WorkItem::checkpoint_base / chunk_base
   const void* state_indices = nullptr;   // -1: skip the sequence, o = 0

@@ -35,18 +35,26 @@ __device__ __forceinline__ void put_direct_item(const FusedArgs& a, uint32_t slo
 // Chunks warp, warp + warps, .. What runs here is not in the instruction cache yet, and a KiB of it takes a microsecond: the
 // usual case, fp32 gate and beta as they are, is a loop of its own.
 // The first chunk's go straight to its stage.
+template <bool Norm, bool Save>
 __device__ __forceinline__ void direct_gates(const FusedArgs& a, const FusedSmem& sm, int warp, int warps, int lane) {
   const DirectItem item = direct_item(a);
   const segments::Span span = segments::span_of(a.plan, item.sequence);
   const int rows = int(span.eos - span.bos);
-  float* out = a.gates.vec + (int64_t(int(span.bos) / 64 + item.sequence) * a.p.num_v_heads + item.v_head) * kFusedVecFloats;
-  const int64_t step = int64_t(warps) * a.p.num_v_heads * kFusedVecFloats;
+  constexpr int kFloats = Save ? kVecFloats : kFusedVecFloats;
+  const int64_t record = int64_t(int(span.bos) / 64 + item.sequence) * a.p.num_v_heads + item.v_head;
+  float* out = a.gates.vec + record * kFloats + (Save ? kFusedInRecord : 0);
+  const int64_t step = int64_t(warps) * a.p.num_v_heads * kFloats;
   out += warp * (step / warps);
   const int64_t batch = a.gates.varlen ? 0 : item.sequence, first = span.bos - batch * a.gates.tokens;
   const auto write = [&](int chunk, float2 g, float2 beta) {
     float* to = chunk == 0 ? static_cast<float*>(__cvta_shared_to_generic(sm.stage(0) + FusedConfig::kOffVec)) : out;
-    gates::write_vectors_of(to, g, beta, a.gates.scale, lane);
+    const float2 gamma = gates::write_vectors_of(to, g, beta, a.gates.scale, lane);
+    if constexpr (Save) gates::write_rest(a.gates, record + int64_t(chunk) * a.p.num_v_heads, gamma, lane);
     if (chunk == 0) {
+      // What the store warp saves when norms have come to it is left alone: nothing orders its copies behind these stores.
+      if constexpr (Save)
+        for (int at = (Norm ? kFusedGamma : 0) + 2 * lane; at < kFusedVecFloats; at += 64)
+          *reinterpret_cast<float2*>(out + at) = *reinterpret_cast<const float2*>(to + at);
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(sm.first_gates());
     }

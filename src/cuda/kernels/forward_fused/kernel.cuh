@@ -1,25 +1,26 @@
 // gdn_forward_fused - outputs and end state of one sequence and value head, the intra-chunk stage included. Computes (F2)-(F9),
-// with the gate vectors of chunk_gates or, in a direct launch, of its own (direct.cuh). Norm: q and k by their norms.
+// with the gate vectors of chunk_gates or, in a direct launch, of its own (direct.cuh). Norm: q and k by their norms. Save: Abar
+// and the whole vector records are left for backward, as chunk_intra leaves them.
 //   grid: persistent; CTA b takes work item b, then whatever the queue counter gives; direct: an item each, no queue. Not here:
 //   snapshots, checkpoints, cut sequences, V-split: such calls run chunk_intra and gdn_forward.
 //
 // clang-format off
 // Roles      warps             regs  owns                          per chunk
 //   load     0                 24    the item queue                lane 0 issues tensor loads (K, Q, V) and one bulk load (gate vectors)
-//   store    1, 2              24    -                             tensor store of one state warpgroup's O each (a tail row by row); hands V's stage back
+//   store    1, 2              24    -                             tensor store of one state warpgroup's O each (a tail row by row); hands V's stage back; Save: copies Abar and normed vectors out
 //   helper   3                 24    rows past a sequence's end    zeroes them in a last chunk's tiles; o of skipped sequences and past the last one
 //   intra    4-7               104   exchange memory               K [K;Q]^T; Abar (F3), Pg (F6), a chunk or two ahead of the states
 //   state    8-11, 12-15       192   S^T rows (64 x 128 fp32 each) KS, QS; R (F4); Delta (F5); E (F8); S (F9); O (F7)
 //
 // Edges                 from -> to               count               guards
 //   tiles.full[3]       load or helper -> intra, state  1 (+ tx)     K, Q and gate vectors of a stage
-//   tiles.empty[3]      state -> load            8 (warps)           the same (intra is done: its pair was waited for)
+//   tiles.empty[3]      state -> load            8 (warps)           the same (intra is done: its pair was waited for); with norms to save + 1: store
 //   values.full[3]      load or helper -> state  1 (+ tx)            V of a stage
 //   out[2][3]           state -> store           4 (warps)           O in V's place
 //   values.empty[3]     store -> load            2                   V's stage: its O has been read out
 //   raw_*[3]            load -> helper           1 + tx              tiles of a last chunk with rows to zero; the helper then completes full
 //   pairs.full[2]       intra -> state           4 (warps)           Abar and Pg of a chunk
-//   pairs.empty[2]      state -> intra           8 (warps)           the same
+//   pairs.empty[2]      state -> intra           8 (warps)           the same; to save + 1: store
 //   normed[3]           intra -> state           4 (warps)           with norms: they are in the stage's vectors
 //   state_full          load -> state            1 + tx              a CTA's first initial state, in stages 1 and 2 ..
 //   state_taken         state -> load            8 (warps)           .. and its place is free
@@ -47,15 +48,15 @@
 
 namespace qla::cuda {
 
-template <typename T, bool Norm>
+template <typename T, bool Norm, bool Save>
 __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(const __grid_constant__ FusedArgs a) {
   using Cfg = FusedConfig;
   extern __shared__ uint8_t smem[];
   const FusedSmem sm{(ptx::shared_address(smem) + 1023) & ~1023u};
   if (threadIdx.x == 0) {
-    sm.tiles().init(1, 4 * Cfg::kParts);
+    sm.tiles().init(1, 4 * Cfg::kParts + (Norm && Save));
     sm.values().init(1, Cfg::kParts);
-    sm.pairs().init(4, 4 * Cfg::kParts);
+    sm.pairs().init(4, 4 * Cfg::kParts + Save);
     sm.items().init(1, Cfg::kItemReaders);
     for (int s = 0; s < Cfg::kStages; s++) {
       ptx::mbarrier_init(sm.raw_tiles(s), 1);
@@ -83,18 +84,18 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
     if (a.p.asks) ptx::grid_dependency_launch();  // not sooner: what follows looks at the plan without a wait of its own
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      if (threadIdx.x == 0) fused_load_role(a, sm);
+      if (threadIdx.x == 0) fused_load_role<Save>(a, sm);
     } else if (warp == 3) {
       fused_helper_role(a, sm);
     } else {
-      fused_store_role(a, sm, warp - 1);
+      fused_store_role<Norm, Save>(a, sm, warp - 1);
     }
   } else if (group == 1) {
     ptx::setmaxnreg_dec<Cfg::kRegsIntra>();
-    intra_role<T, Norm>(a, sm);
+    intra_role<T, Norm, Save>(a, sm);
   } else {
     ptx::setmaxnreg_inc<Cfg::kRegsState>();
-    fused_state_role<T, Norm>(a, sm, group - 2);
+    fused_state_role<T, Norm, Save>(a, sm, group - 2);
   }
 }
 

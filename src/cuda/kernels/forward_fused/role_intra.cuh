@@ -107,7 +107,7 @@ __device__ __forceinline__ void fused_pg(const float (&acc)[64], const float (&e
   const int r = x.lane / 4, t2 = x.lane % 4 * 2;
   float p[8];
   if constexpr (Norm) {
-    const BlockColumns rq(x, kFusedRq, B);
+    const BlockColumns rq(x, kFusedScaledRq, B);
 #pragma unroll
     for (int i = 0; i < 8; i++) p[i] = acc[32 + 8 * B + i] * (e[i] * rq.of(i));
   } else {
@@ -211,8 +211,8 @@ __device__ __forceinline__ void load_gates(IntraChunk& x, int warp) {
 }
 
 // Inverse norms of a stage's rows, under the products; a thread a row of K or Q. They go into the gate vectors, which then are
-//   gamma rk, scale gamma rq, tail beta rk; for this role beta rk, and rk and scale rq of the columns; and gamma_C.
-template <typename T>
+//   gamma rk, scale gamma rq, tail beta rk; for this role beta rk, and rk and scale rq of the columns; for backward rq.
+template <typename T, bool Save>
 __device__ __forceinline__ void put_norms(uint32_t stage, float scale, int tid) {
   const int row = tid % 64, which = tid / 64;
   const uint32_t tile = stage + which * 8192, vec = stage + FusedConfig::kOffVec + row * 4;
@@ -229,14 +229,14 @@ __device__ __forceinline__ void put_norms(uint32_t stage, float scale, int tid) 
   const float r = rsqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + 1e-6f);
   const auto times_r = [&](int which) { ptx::sts(vec + which * 4, ptx::lds(vec + which * 4) * r); };
   if (which == 0) {
-    if (row == 63) ptx::sts(stage + FusedConfig::kOffVec + kFusedDecay * 4, ptx::lds(vec + kFusedGamma * 4));
     times_r(kFusedGamma);
     times_r(kFusedE);
     times_r(kFusedBeta);
     ptx::sts(vec + kFusedRk * 4, r);
   } else {
     times_r(kFusedQ);
-    ptx::sts(vec + kFusedRq * 4, scale * r);
+    ptx::sts(vec + kFusedScaledRq * 4, scale * r);
+    if constexpr (Save) ptx::sts(vec + kFusedRq * 4, r);
   }
 }
 
@@ -321,7 +321,7 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[64], const IntraC
   return !(size < kLargest);
 }
 
-template <typename T, bool Norm>
+template <typename T, bool Norm, bool Save>
 __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& sm) {
   tril::Lane at(threadIdx.x % 32);
   const auto tiles = sm.tiles();
@@ -360,7 +360,7 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
       asm volatile("" : "+r"(lane));
       IntraChunk x{stage + FusedConfig::kOffVec, uniform(sm.pair(walk.pair())), sm.exchange(), a.p.scale, lane, at, {}, {}, {}};
       if constexpr (Norm) {
-        put_norms<T>(stage, a.p.scale, thread_in_group());
+        put_norms<T, Save>(stage, a.p.scale, thread_in_group());
         ptx::named_sync(kIntraBarrier + 4, 128);
         if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.normed(walk.stage));
       }

@@ -45,8 +45,12 @@ __device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, uint32_t sl
   return true;
 }
 
+template <bool Save>
+inline constexpr int kRecordFloats = Save ? kVecFloats : kFusedVecFloats;
+template <bool Save>
 __device__ __forceinline__ const float* first_record(const FusedArgs& a, uint32_t item) {
-  return a.p.vec + (int64_t(slot::chunk_slot(item)) * a.p.num_v_heads + slot::v_head(item)) * kFusedVecFloats;
+  return a.p.vec + (Save ? kFusedInRecord : 0) +
+         (int64_t(slot::chunk_slot(item)) * a.p.num_v_heads + slot::v_head(item)) * kRecordFloats<Save>;
 }
 // The grid's size is read here and not kept.
 __device__ __forceinline__ int next_index(const FusedArgs& a) {
@@ -79,6 +83,7 @@ __device__ __forceinline__ bool first_by_copy(const FusedArgs& a, uint32_t item)
   return slot::start(item) == QLA_START_INITIAL && x.dtype == QLA_FLOAT32 && contiguous && slot::chunks(item) > 0 &&
          reinterpret_cast<uintptr_t>(first_state(a, item)) % 16 == 0;
 }
+template <bool Save>
 __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedSmem& sm) {
   using Cfg = FusedConfig;
   const auto tiles = sm.tiles();
@@ -96,7 +101,7 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
     if (!valid) break;
     taken++;
     const int v_head = slot::v_head(item), k_head = v_head / (a.p.num_v_heads / a.p.num_k_heads), batch = slot::batch(item);
-    const float* record = first_record(a, item);
+    const float* record = first_record<Save>(a, item);
     int row = slot::row(item);
 #pragma unroll 1
     for (int left = slot::chunks(item); left > 0; left--) {
@@ -129,7 +134,7 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
         ptx::bulk_load(sm.first_state(), first_state(a, item), 4 * kStateFloats, sm.state_full());
       }
       row += 64;
-      record += a.p.num_v_heads * kFusedVecFloats;
+      record += a.p.num_v_heads * kRecordFloats<Save>;
       if (++s == Cfg::kStages) s = 0, phase ^= 1;
       step = min(step + 1, int(kAnyChunk));
     }
@@ -151,6 +156,31 @@ __device__ __forceinline__ void store_tail(const ForwardArgs& a, uint32_t item, 
   for (int r = lane / 8; r < slot::last_rows(item); r += 4, o += 8 * a.p.o.stride_t)
     *reinterpret_cast<uint4*>(o) = ptx::lds4u(tile + swizzle_128(r * 128 + lane % 8 * 16));
 }
+// What backward reads of the chunk at hand, before its O: Abar's panels by the first store warp; by the second, where norms have
+// changed them, the vectors. Pair and stage are handed back when they have been read, long before the states are done with them.
+template <bool Norm>
+__device__ __forceinline__ void save_chunk(const ForwardArgs& a, const FusedSmem& sm, const FusedWalk& walk, int part) {
+  ptx::mbarrier_wait(sm.pairs().full(walk.pair()), walk.pair_phase());
+  const uint32_t item = sm.slot_address(walk.slot());
+  const int64_t index =
+      int64_t(slot::chunk_slot(item) + slot::chunks(item) - int(walk.bits >> 5)) * a.p.num_v_heads + slot::v_head(item);
+  if (part == 0) {
+    uint8_t* to = a.p.saved_abar + index * kTileBytes;
+    const uint32_t tile = sm.pair(walk.pair());
+#pragma unroll
+    for (int w = 0; w < 4; w++) ptx::bulk_store(to + panel_offset(w), tile + 2560 * w, panel_bytes(w));
+  } else {
+    float* to = a.p.saved_vec + index * kVecFloats;
+    const uint32_t vec = sm.stage(walk.stage) + FusedConfig::kOffVec;
+    ptx::bulk_store(to + kVecK, vec + kFusedGamma * 4, 256);
+    ptx::bulk_store(to + kVecQ, vec + kFusedQ * 4, 512);
+    ptx::bulk_store(to + kVecRk, vec + kFusedRk * 4, 512);
+  }
+  ptx::bulk_commit();
+  ptx::bulk_wait_read();
+  ptx::mbarrier_arrive(part == 0 ? sm.pairs().empty(walk.pair()) : sm.tiles().empty(walk.stage));
+}
+template <bool Norm, bool Save>
 __device__ __forceinline__ void fused_store_role(const ForwardArgs& a, const FusedSmem& sm, int part) {
   const auto values = sm.values();
   const int lane = threadIdx.x % 32;
@@ -163,6 +193,8 @@ __device__ __forceinline__ void fused_store_role(const ForwardArgs& a, const Fus
     for (walk.begin_item(slot::chunks(sm.slot_address(walk.slot()))); walk.more(); walk.next_chunk(), row += 64) {
       const uint32_t item = sm.slot_address(walk.slot());
       const int s = walk.stage, v_head = slot::v_head(item), batch = slot::batch(item);
+      if constexpr (Save)
+        if (lane == 0 && (Norm || part == 0)) save_chunk<Norm>(a, sm, walk, part);
       ptx::mbarrier_wait(sm.out_full(part, s), walk.phase());
       const uint32_t tile = sm.v_stage(s) + part * 8192;
       if (walk.bits < 64 && slot::last_rows(item) != 64) {

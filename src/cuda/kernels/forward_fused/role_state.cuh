@@ -26,7 +26,7 @@ __device__ __forceinline__ void take_first_state(uint32_t from, bool v_first, fl
   }
 }
 
-template <typename T, bool Norm>
+template <typename T, bool Norm, bool Save>
 __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const FusedSmem& sm, int part) {
   using Cfg = FusedConfig;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
   auto pass_turn = [&] { ptx::named_arrive(5 - part, 256); };
   if (part == 1) pass_turn();
   if (a.direct) {
-    direct_gates(a, sm, 4 * part + warp, 4 * Cfg::kParts, lane);
+    direct_gates<Norm, Save>(a, sm, 4 * part + warp, 4 * Cfg::kParts, lane);
     ptx::proxy_fence_global();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(sm.gates_ready());
@@ -81,7 +81,8 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       if constexpr (Norm) ptx::mbarrier_wait(sm.normed(s), walk.phase());  // the intra role is ahead
       const uint64_t kq = descriptor_k_major(st), k = descriptor_mn_major(st, Cfg::kPanelBytes),
                      tile = descriptor_k_major_32(abar);
-      const float gamma_c = ptx::lds(st + Cfg::kOffVec + (Norm ? kFusedDecay : kFusedGamma + 63) * 4);
+      float gamma_c = ptx::lds(st + Cfg::kOffVec + ((Norm ? kFusedCum : kFusedGamma) + 63) * 4);
+      if constexpr (Norm) gamma_c = exp2_approx(gamma_c);  // the stage's gamma has norms in it
 #pragma unroll
       for (int i = 0; i < 64; i++) state[i] *= gamma_c;
       float acc[64];  // (K S)^T, (Q S)^T

@@ -7,15 +7,16 @@
 
 namespace qla::cuda {
 
-template <typename T, bool Norm>
+template <typename T, bool Norm, bool Save>
 cudaError_t prepare_fused_type() {
-  return cudaFuncSetAttribute(gdn_forward_fused<T, Norm>, cudaFuncAttributeMaxDynamicSharedMemorySize, FusedConfig::kSmemBytes);
+  return cudaFuncSetAttribute(gdn_forward_fused<T, Norm, Save>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              FusedConfig::kSmemBytes);
 }
 
-template <typename T, bool Norm>
+template <typename T, bool Norm, bool Save>
 cudaError_t launch_fused_type(const FusedArgs& args, int grid, cudaStream_t stream) {
-  return launch_dependent(gdn_forward_fused<T, Norm>, grid, FusedConfig::kThreads, FusedConfig::kSmemBytes, args.p.dependent,
-                          stream, args);
+  return launch_dependent(gdn_forward_fused<T, Norm, Save>, grid, FusedConfig::kThreads, FusedConfig::kSmemBytes,
+                          args.p.dependent, stream, args);
 }
 
 }  // namespace qla::cuda

@@ -16,9 +16,9 @@ struct FusedArgs : ForwardArgs {
   gates::Args gates;
 };
 
-template <typename T, bool Norm>
+template <typename T, bool Norm, bool Save>
 cudaError_t prepare_fused_type();
-template <typename T, bool Norm>
+template <typename T, bool Norm, bool Save>
 cudaError_t launch_fused_type(const FusedArgs& args, int grid, cudaStream_t stream);
 
 }  // namespace qla::cuda
