@@ -18,6 +18,7 @@ struct Shape {
   bool equal_lengths = true;  // dense: every sequence has total_tokens / num_seqs tokens
   bool may_cut = true;        // false: a state pool is updated in place, or only one segment is possible
   bool backward = false;
+  bool keeps = false;  // forward: what backward reuses
 
   int64_t seqs() const { return std::max<int64_t>(1, num_seqs); }
   int64_t total_chunks() const { return ceil_div(total_tokens, kChunkTokens); }
@@ -32,6 +33,7 @@ Shape shape_of(const Args& args, const Problem& problem) {
   shape.group = problem.group();
   shape.equal_lengths = !problem.varlen;
   if constexpr (requires { args.d_o; }) shape.backward = true;
+  if constexpr (requires { args.final_state; }) shape.keeps = args.saved.data != nullptr;
   if constexpr (requires { args.state_indices; }) shape.may_cut = args.state_indices.data == nullptr;
   return shape;
 }
@@ -65,6 +67,9 @@ inline constexpr float kBothForms = 2.0f;
 // both.
 inline constexpr float kRangeLaunches = 45.0f;
 
+// .. that a chunk of the fused form takes where it leaves Abar and the vectors for backward: 0.05 to 0.1 measured.
+inline constexpr float kKeptChunk = 0.08f;
+
 // Index of a call's costs that depend on how many value heads share a query/key head.
 inline int group_kind(const Shape& shape) { return shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2; }
 
@@ -78,11 +83,12 @@ inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Cand
   const float limit = c.fused ? 0.1f : 0.2f;
   const float power = rounds > 0.75f ? 1.0f + limit * std::min(1.0f, share / 128.0f) : 1.0f;
   if (c.fused) {
-    const float full = costs.fused[group_kind(shape)] * power, rest = rounds - whole;
-    if (rounds <= 0.75f) return costs.fused_quiet;
+    const float kept = shape.keeps ? kKeptChunk : 0.0f, quiet = costs.fused_quiet + kept;
+    const float full = costs.fused[group_kind(shape)] * power + kept, rest = rounds - whole;
+    if (rounds <= 0.75f) return quiet;
     if (c.balanced) return full;
     // a last round that leaves much of the card idle is a quiet one
-    return rest > 0.0f && rest <= 0.75f && whole <= 3.0f ? (whole * full + costs.fused_quiet) / (whole + 1.0f) : full;
+    return rest > 0.0f && rest <= 0.75f && whole <= 3.0f ? (whole * full + quiet) / (whole + 1.0f) : full;
   }
   if (c.splits == 2) return (card_full ? costs.main_half : costs.main_half_quiet) * power;
   return (card_full ? costs.main_full : costs.main_full_quiet) * power;
