@@ -50,7 +50,7 @@ struct Row {
   int64_t len;
   int Hk, Hv, parts;
   bool output;
-  bool fused = false;
+  bool fused = false, saves = false;
 };
 
 inline int bench(const std::string& only) {
@@ -66,6 +66,7 @@ inline int bench(const std::string& only) {
                        {"(16,64) 8192x4 fused", 4, 8192, 16, 64, 1, true, true},
                        {"(32,32) 8192x4 fused", 4, 8192, 32, 32, 1, true, true},
                        {"(16,32) 4096x8 fused", 8, 4096, 16, 32, 1, true, true},
+                       {"(16,32) 4096x8 fused, saves", 8, 4096, 16, 32, 1, true, true, true},
                        {"(16,16) 1024x8 fused", 8, 1024, 16, 16, 1, true, true},
                        {"(32,32) 2048x4 fused", 4, 2048, 32, 32, 1, true, true},
                        {"(32,32) 1024x8 fused", 8, 1024, 32, 32, 1, true, true},
@@ -180,6 +181,12 @@ inline int bench(const std::string& only) {
         a.g = {g, {0, r.Hv, 1}, QLA_FLOAT32};
         a.beta = {b, {0, r.Hv, 1}, QLA_FLOAT32};
         a.vec = tv;
+        if (r.saves) {
+          a.saves = 1;
+          CUDA_OK(cudaMalloc(&a.decay, size_t(slots) * r.Hv * sizeof(float)));
+          p.saved_abar = ta;
+          p.saved_vec = tv;
+        }
         CUDA_OK(segments::launch_with_gates(plan, a, sms, 0));
         p.fused = true;
         p.scale = a.scale;

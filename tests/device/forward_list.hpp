@@ -150,6 +150,12 @@ inline std::vector<Case> forward_list() {
            .heads_first = heads_first});
     }
   }
+  for (Case c : std::vector<Case>(cases)) {  // every fused case with gradients again, keeping what backward reuses
+    if (!c.fused || c.pool) continue;
+    c.name += ", saves";
+    c.saves = true;
+    add(c);
+  }
   for (Case c : std::vector<Case>(cases)) {  // every fused case again in one launch, where each item can have a CTA
     const int64_t seqs = c.lens.empty() ? c.B : int64_t(c.lens.size());
     if (!c.fused || seqs * c.Hv > c.sms) continue;

@@ -92,6 +92,57 @@ static std::vector<double> random_state(Rng& r) {
   return S;
 }
 
+// What a call that saves leaves for backward, of every chunk; slots without one stay as they were (0xff).
+struct SavedErrors {
+  Error abar, vec;
+  int64_t wrong = 0;  // rows past the end that reach a gradient, slots of no chunk, sums
+};
+static SavedErrors check_saved(const Setup& s, const Data& raw, bool normalise, const std::vector<uint8_t>& abar,
+                               const std::vector<float>& vec, const std::vector<float>& decay) {
+  SavedErrors e;
+  const Data& d = s.d;
+  const auto norm = [&](const double* x) {
+    double sum = 1e-6;
+    for (int i = 0; i < 128; i++) sum += x[i] * x[i];
+    return normalise ? 1 / std::sqrt(sum) : 1.;
+  };
+  std::vector<bool> used(num_slots(d));
+  for (int n = 0; n < d.N(); n++)
+    for (int64_t c = 0; c * 64 < d.len[n]; c++) {
+      const int rows = int(std::min<int64_t>(64, d.len[n] - c * 64));
+      used[slot_of(d, n, int(c))] = true;
+      for (int h = 0; h < d.Hv; h++) {
+        const int64_t at = slot_of(d, n, int(c)) * d.Hv + h, token = d.bos[n] + c * 64;
+        const float *got = &vec[at * kVecFloats], *want = &s.vec[at * kVecFloats];
+        for (int i = 0; i < kTileBytes; i += 2) {
+          uint16_t x, y;
+          std::memcpy(&x, &abar[at * kTileBytes + i], 2);
+          std::memcpy(&y, &s.abar[at * kTileBytes + i], 2);
+          e.abar.add(from_bits(x, d.bf16), from_bits(y, d.bf16));
+        }
+        for (int i = 0; i < 64; i++) {
+          e.vec.add(got[kVecGamma + i], want[kVecGamma + i]);
+          e.vec.add(std::exp2(got[kVecG + i]), want[kVecGamma + i]);
+          e.wrong += decay[at] != 0;
+          if (i >= rows) {
+            e.wrong += got[kVecBeta + i] != 0 || got[kVecE + i] != 0 || !std::isfinite(got[kVecRk + i]);
+            continue;
+          }
+          const double rk = norm(raw.krow(token + i, h / d.group())), rq = norm(raw.qrow(token + i, h / d.group()));
+          e.vec.add(got[kVecBeta + i], d.beta[(token + i) * d.Hv + h]);
+          e.vec.add(got[kVecK + i] / rk, want[kVecK + i]);
+          e.vec.add(got[kVecQ + i] / rq / d.scale, want[kVecQ + i] / d.scale);
+          e.vec.add(got[kVecE + i] / rk, want[kVecE + i]);
+          e.vec.add(got[kVecRk + i] / rk, 1);
+          e.vec.add(got[kVecRq + i] / rq, 1);
+        }
+      }
+    }
+  for (size_t i = 0; i < abar.size(); i++) e.wrong += !used[i / kTileBytes / d.Hv] && abar[i] != 0xff;
+  for (size_t i = 0; i < vec.size(); i++) e.wrong += !used[i / kVecFloats / d.Hv] && !std::isnan(vec[i]);
+  return e;
+}
+
 static void run(const Case& c) {
   Data normed = make_data(c.B, c.T, c.lens, c.Hk, c.Hv, c.bf16, c.gate, 1234), raw = normed;
   if (c.normalise) normalise(normed, raw);
@@ -261,6 +312,7 @@ static void run(const Case& c) {
     p.checkpoints = {dc, QLA_FLOAT32, int64_t(c.Hv) * 16384, 16384, sk, sv};
     p.checkpoint_every_chunks = c.checkpoint;
   }
+  float* decay = nullptr;
   if (c.fused) {
     const int64_t slots = num_slots(d);
     const int64_t gate_t = c.heads_first ? 1 : c.Hv, gate_h = c.heads_first ? c.T : 1;
@@ -290,7 +342,14 @@ static void run(const Case& c) {
     a.scale = float(d.scale);
     a.g = {upload(g), {c.T * c.Hv, gate_t, gate_h}, c.gate_type};
     a.beta = {upload(beta), {c.T * c.Hv, gate_t, gate_h}, c.gate_type};
-    a.vec = upload(std::vector<float>(slots * c.Hv * kFusedVecFloats, NAN));
+    a.vec = upload(std::vector<float>(slots * c.Hv * (c.saves ? kVecFloats : kFusedVecFloats), NAN));
+    if (c.saves) {
+      a.saves = 1;
+      a.flags = c.normalise ? QLA_FLAG_QK_L2NORM : 0;
+      a.decay = decay = upload(std::vector<float>(slots * c.Hv, NAN));
+      p.saved_abar = upload(std::vector<uint8_t>(slots * c.Hv * kTileBytes, 0xff));
+      p.saved_vec = a.vec;
+    }
     plan.has_initial = c.h0_dtype >= 0;
     p.fused = true;
     p.normalise = c.normalise;
@@ -363,15 +422,23 @@ static void run(const Case& c) {
               ec.add(get(cb, (size_t(cp_base[n] + j) * c.Hv + h) * 16384 + k * sk + v * sv, QLA_FLOAT32), want[k * 128 + v]);
         }
   }
+  SavedErrors saved;
+  if (c.saves) {
+    const size_t records = num_slots(d) * c.Hv;
+    saved = check_saved(s, raw, c.normalise, download(p.saved_abar, records * kTileBytes),
+                        download(p.saved_vec, records * kVecFloats), download(decay, records));
+  }
   const double limit = c.bf16 ? 6e-3 : 1e-3, slimit = sdt == QLA_BFLOAT16 ? 6e-3 : limit;
-  const bool ok = eo.rel() < limit && es.rel() < slimit && eh.rel() < limit && ec.rel() < limit && !zeros_wrong && !touched;
+  const bool ok = eo.rel() < limit && es.rel() < slimit && eh.rel() < limit && ec.rel() < limit && !zeros_wrong && !touched &&
+                  saved.abar.rel() < limit && saved.vec.rel() < 1e-5 && !saved.wrong;
   char line[256];
-  std::snprintf(line, sizeof line, "o %.2e  state %.2e  h %.2e  checkpoints %.2e  not zero %lld  touched %lld", eo.rel(),
-                es.rel(), eh.rel(), ec.rel(), (long long)zeros_wrong, (long long)touched);
+  std::snprintf(line, sizeof line, "o %.2e  state %.2e  h %.2e  checkpoints %.2e  saved %.2e, %.2e  not zero %lld  touched %lld",
+                eo.rel(), es.rel(), eh.rel(), ec.rel(), saved.abar.rel(), saved.vec.rel(), (long long)(zeros_wrong + saved.wrong),
+                (long long)touched);
   report(c.name, ok, line);
-  for (const void* x :
-       {(const void*)din, (const void*)dout, (const void*)p.plan, (const void*)p.items, (const void*)p.abar, (const void*)p.pg,
-        (const void*)p.vec, (const void*)p.merged, (const void*)dh0, (const void*)dht, (const void*)dh, (const void*)dc})
+  for (const void* x : {(const void*)din, (const void*)dout, (const void*)p.plan, (const void*)p.items, (const void*)p.abar,
+                        (const void*)p.pg, (const void*)p.vec, (const void*)p.merged, (const void*)p.saved_abar,
+                        (const void*)decay, (const void*)dh0, (const void*)dht, (const void*)dh, (const void*)dc})
     cudaFree(const_cast<void*>(x));
 }
 
