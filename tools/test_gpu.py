@@ -41,6 +41,8 @@ SANITIZED = {
     "qla_device_test_cp_merge": ["quick"],
     "qla_device_test_backward_cut": ["quick"],
     "qla_device_test_forward": ["fused"],
+    "qla_device_test_forward_balanced": ["quick"],
+    "qla_device_test_chunk_intra": ["quick"],
 }
 ARCHIVE_SECONDS = 15.0  # between two versions of the archive: what a machine that goes away takes along
 
