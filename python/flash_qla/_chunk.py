@@ -23,12 +23,12 @@ def _known_float(x: Tensor | None) -> Tensor | None:
     return x
 
 
-def _policy(auto_cp: object, force_intra_cp: bool, q: Tensor) -> Any:
-    if not force_intra_cp or not isinstance(q, Tensor) or q.dim() != 4:  # what is wrong with q the call says
+def _policy(auto_cp: object, force_intra_cp: bool, tokens: int) -> Any:
+    if not force_intra_cp:
         return auto_cp
     from qla._plan import Plan
 
-    chunks = -(-q.shape[1] // CHUNK)
+    chunks = -(-tokens // CHUNK)
     segment = max(MIN_SEGMENT_CHUNKS, -(-chunks // FORCED_SEGMENTS))
     return Plan(segment, 0, chunks, 0, 0, 1, 0, 0.0, False, "force_intra_cp")
 
@@ -54,6 +54,7 @@ def chunk_gated_delta_rule(
     """-> (o, final_state). See `qla.chunk_gated_delta_rule` for the arguments; enable_fwd_cp_cache has no effect here."""
     if head_first:
         raise ValueError("head_first: head_first=True is not supported; pass inputs in [B, T, H, ...] format")
+    tokens = q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0  # what is wrong with q the call says
     return api.chunk_gated_delta_rule(
         q,
         k,
@@ -67,7 +68,7 @@ def chunk_gated_delta_rule(
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         cp_context=cp_context,
-        auto_cp=_policy(auto_cp, force_intra_cp, q),
+        auto_cp=_policy(auto_cp, force_intra_cp, tokens),
     )
 
 
