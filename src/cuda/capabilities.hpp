@@ -20,14 +20,17 @@ inline void check_served(const Problem& p) {
                 ", V = ", p.v_dim, "; pad the heads to 128, or use CPU tensors");
 }
 
-// .. for one call: of the intra-chunk stage the fused form leaves nothing in memory but what backward reuses, of sequences that
-// it walks; it stores no states on the way.
+// Outputs that are made of what the intra-chunk stage leaves in memory, by chunk_export; the ungated A is made anew.
+inline bool exports_intra(const qla_gdn_forward_args& args) {
+  return present(args.a_gated) || present(args.g_cumsum) || present(args.q_rnorm) || present(args.k_rnorm);
+}
+inline bool outputs_of_intra(const qla_gdn_forward_args& args) { return exports_intra(args) || present(args.a_inv); }
+
+// .. for one call: the fused form keeps what it makes of the chunks that it walks, but no states on the way.
 inline plan::Capabilities forward_capabilities(const qla_gdn_forward_args& args) {
   plan::Capabilities can = kForwardCapabilities;
-  for (const qla_tensor* t :
-       {&args.a_gated, &args.a_inv, &args.g_cumsum, &args.q_rnorm, &args.k_rnorm, &args.h, &args.state_checkpoints})
-    can.fused = can.fused && !present(*t);
-  if (present(args.saved)) can.fused = can.fused && !present(args.state_indices);
+  const bool keeps = present(args.saved) || exports_intra(args), skips = present(args.state_indices);
+  can.fused = can.fused && !present(args.h) && !present(args.state_checkpoints) && !(keeps && skips);
   return can;
 }
 

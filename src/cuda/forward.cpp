@@ -50,8 +50,8 @@ PlanMemo::Key plan_key(const qla_gdn_forward_args& args, const Problem& p) {
   int64_t threshold = 0;
   static_assert(sizeof threshold == sizeof args.cp_warmup_threshold);
   std::memcpy(&threshold, &args.cp_warmup_threshold, sizeof threshold);
-  const int64_t bits = p.varlen | present(args.saved) << 1 | can.fused << 2 | present(args.state_indices) << 3 |
-                       int64_t(p.dtype) << 8 | int64_t(args.cp_mode) << 16;
+  const int64_t bits = exports_intra(args) << 4 | outputs_of_intra(args) << 5 | p.varlen | present(args.saved) << 1 |
+                       can.fused << 2 | present(args.state_indices) << 3 | int64_t(p.dtype) << 8 | int64_t(args.cp_mode) << 16;
   return {args.device,
           p.batch,
           p.tokens,
@@ -199,6 +199,9 @@ intra::Args intra_args(const Run& r) {
   return a;
 }
 
+// Whether the fused form leaves Abar and whole records, for backward or for outputs made of them.
+bool fused_keeps(const Run& r) { return present(r.args.saved) || r.plan.counts.keeps; }
+
 gates::Args gates_args(const Run& r) {
   gates::Args a{};
   a.tokens = r.p.tokens;
@@ -210,7 +213,7 @@ gates::Args gates_args(const Run& r) {
   a.beta = gate_view(r.args.beta);
   a.a_log = head_view(r.args.A_log);
   a.dt_bias = head_view(r.args.dt_bias);
-  a.saves = present(r.args.saved);
+  a.saves = fused_keeps(r);
   a.vec = a.saves ? r.b.saved.vec : r.b.gates;
   a.decay = r.b.saved.decay;
   return a;
@@ -218,7 +221,7 @@ gates::Args gates_args(const Run& r) {
 
 void make_fused(ForwardParams& f, const Run& r) {
   f.fused = true;
-  if (present(r.args.saved)) {
+  if (fused_keeps(r)) {
     f.saved_abar = r.b.saved.abar;
     f.vec = f.saved_vec = r.b.saved.vec;
   } else {
@@ -295,10 +298,7 @@ ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b
   return f;
 }
 
-// a_gated, g_cumsum, norms, and the ungated A: between the intra-chunk stage and the recurrence
-bool wants_export(const qla_gdn_forward_args& args) {
-  return present(args.a_gated) || present(args.g_cumsum) || present(args.q_rnorm) || present(args.k_rnorm);
-}
+// a_gated, g_cumsum, norms, and the ungated A: between the intra-chunk stage and the recurrence, or behind the fused form
 void export_outputs(const Run& r) {
   const qla_gdn_forward_args& args = r.args;
   const Problem& p = r.p;
@@ -329,6 +329,10 @@ void export_ungated(const Run& r, const CUtensorMap& map_k) {
                                                int32_t(r.p.num_v_heads), r.stream),
              "zero_padding");
 }
+void make_outputs(const Run& r, const CUtensorMap& map_k) {
+  if (exports_intra(r.args)) export_outputs(r);
+  if (present(r.args.a_inv)) export_ungated(r, map_k);
+}
 
 // Whether chunk_intra makes the tables: one launch less for small calls, where launches are what they cost.
 bool plans_inside(const Run& r) {
@@ -341,7 +345,7 @@ bool plans_inside(const Run& r) {
 // vectors are made by the item's own CTA before its first chunk: not of long sequences, whose vectors the whole card makes
 // sooner.
 bool direct_fused(const Run& r) {
-  return r.plan.choice.fused && r.p.num_seqs > 0 && r.p.total_tokens() > 0 &&
+  return r.plan.choice.fused && !outputs_of_intra(r.args) && r.p.num_seqs > 0 && r.p.total_tokens() > 0 &&
          r.p.num_seqs * r.p.num_v_heads <= r.device.multiprocessors && r.p.chunk_slots() <= plan::kDirectChunks * r.p.num_seqs;
 }
 
@@ -384,8 +388,7 @@ void run_range(const Run& r) {
       intra.spare = 2;                                    // room for cut_items
     }
     check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside, r.stream), "chunk_intra");
-    if (wants_export(r.args)) export_outputs(r);
-    if (present(r.args.a_inv)) export_ungated(r, map_k);
+    make_outputs(r, map_k);
   }
   ForwardParams params = forward_params(r);
   if (counts.cut) {
@@ -403,6 +406,8 @@ void run_range(const Run& r) {
     }
   }
   launch_forward(params, multiprocessors, r.stream);
+  if (r.plan.choice.fused && outputs_of_intra(r.args) && r.p.total_tokens() > 0)
+    make_outputs(r, make_token_map(map_shape(r.args.k), r.p.dtype == QLA_BFLOAT16, "k"));
 }
 
 // Both forms: one plan for all that follows, then the fused form. It comes first because what follows can leave while it runs:

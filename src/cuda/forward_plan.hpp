@@ -30,6 +30,7 @@ struct PlanInput {
   Problem problem;
   size_t both_bytes = 0;  // both forms in one call up to so much workspace
   bool saved = false;     // Abar and the vectors lie in the caller's memory
+  bool exports = false;   // .. or are kept in the workspace, in the fused form, too
 };
 
 inline PlanInput plan_input(const qla_gdn_forward_args& args, const Problem& p, const plan::DeviceCosts& costs) {
@@ -41,8 +42,10 @@ inline PlanInput plan_input(const qla_gdn_forward_args& args, const Problem& p, 
   in.problem = p;
   in.saved = present(args.saved);
   in.both_bytes = forward_workspace_limit();
-  in.can.both = in.can.fused && p.varlen;
-  in.can.balanced = in.can.fused;
+  in.exports = exports_intra(args);
+  const bool tables = outputs_of_intra(args);  // one table of all chunks, which is made by neither
+  in.can.both = in.can.fused && p.varlen && !tables;
+  in.can.balanced = in.can.fused && !tables;
   return in;
 }
 
@@ -70,6 +73,7 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
   }
   const plan::Choice& choice = result.choice = plan::choose(in.costs, shape, in.policy, can);
   counts.fused = choice.fused;
+  counts.keeps = choice.fused && in.exports && !in.saved;
   counts.both = choice.fused_chunks > 0;
   counts.balanced_shares = choice.balanced ? in.costs.num_sms : 0;
   counts.items = plan::most_items(bounds, choice);

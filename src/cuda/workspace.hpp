@@ -56,6 +56,7 @@ struct ForwardCounts {
   int64_t items = 0;                    // bound on the work items of the main pass, in one range; the other counts, too
   int64_t v_parts = 1, pre_v_parts = 1;
   bool cut = false, fused = false;
+  bool keeps = false;           // fused: Abar and the vectors, for outputs made of them
   int64_t balanced_shares = 0;  // fused: shares of a balanced list (plan/balance.hpp); 0: it is not
   bool both = false;            // both forms: items and v_parts are the two kernels'
   int64_t units = 0;            // bound on segments over all value heads
@@ -68,8 +69,15 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   b.header = layout.take<PlanHeader>(tables);
   b.items = layout.take<WorkItem>(tables * n.items);
   b.chunk_table = layout.take<ChunkRecord>(tables * n.range_slots);
+  const auto take_saved = [&] {
+    void* inside = layout.take<uint8_t>(int64_t(lay_out_saved(nullptr, n.range_slots, p.num_v_heads).bytes));
+    b.saved = lay_out_saved(inside, n.range_slots, p.num_v_heads);
+  };
   if (n.fused) {  // Abar and Pg stay on chip
-    if (!saved_given) b.gates = layout.take<float>(n.range_slots * p.num_v_heads * kFusedVecFloats);
+    if (n.keeps)
+      take_saved();
+    else if (!saved_given)
+      b.gates = layout.take<float>(n.range_slots * p.num_v_heads * kFusedVecFloats);
     b.part_flags = layout.take<int32_t>(2 * n.balanced_shares);
     b.carry[0] = b.carry[1] = layout.take<float>(n.balanced_shares * kStateFloats);
     b.bytes = layout.bytes();
@@ -96,8 +104,7 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   if (n.ranges > 1)
     for (float*& carry : b.carry) carry = layout.take<float>((n.both ? p.num_seqs : 1) * p.num_v_heads * kStateFloats);
   if (!saved_given) {
-    void* inside = layout.take<uint8_t>(int64_t(lay_out_saved(nullptr, n.range_slots, p.num_v_heads).bytes));
-    b.saved = lay_out_saved(inside, n.range_slots, p.num_v_heads);
+    take_saved();
     b.decay = b.saved.decay;
   }
   b.bytes = layout.bytes();
