@@ -16,64 +16,29 @@ __device__ __forceinline__ void load_rows_tile(const Params& p, const Item& it, 
   ptx::tensor_load_4d(dst + kTile / 2, map, 64, head, row, batch, bar);
 }
 
-// true when the phase of this parity has completed; does not suspend the thread
-__device__ __forceinline__ bool completed(uint32_t bar, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(done)
-               : "r"(bar), "r"(parity)
-               : "memory");
-  return done != 0;
-}
-
-// One of the loader's three streams: the value head whose tiles come next.
-struct Stream {
-  ForeseenItem it;
-  int group_head = 0;
-  uint32_t n = 0;  // heads done
-  int half = 0;    // of its snapshot
-  bool more;
-  __device__ __forceinline__ explicit Stream(const Params& p) : it(p) { more = it.next(p); }
-  __device__ __forceinline__ int head(const Params& p) const { return it.k_head(p) * p.group + group_head; }
-  __device__ __forceinline__ void next_head(const Params& p) {
-    n++;
-    if (++group_head < p.group) return;
-    group_head = 0;
-    more = it.next(p);
-  }
-};
-
-// One thread. The streams run by themselves: each is issued when its stage is free, so that none waits behind another's.
+// One thread. Stages are waited for in the order in which the products leave them.
 __device__ __forceinline__ void load_role(const Params& p, const Maps& maps, Lane w) {
-  const int heads = p.num_k_heads * p.group;
-  Stream token(p), state(p), d_state(p);
-  auto snapshot = [&](Stream& s, Pair pair, uint32_t dst, const uint8_t* src) {
-    const int half = s.half;
-    if (!s.more || !completed(w.empty(pair + half), s.n % 2 ^ 1)) return;
-    const int64_t at = (int64_t(s.it.slot(p) - p.first_slot) * heads + s.head(p)) * 2 + half;
-    ptx::mbarrier_arrive_expect(w.full(pair + half), kTile);
-    ptx::bulk_load(dst + half * kTile, src + at * kTile, kTile, w.full(pair + half));
-    s.half ^= 1;
-    if (half) s.next_head(p);
-  };
-  while (token.more || state.more || d_state.more) {
-    w.n = token.n;
-    const uint32_t stage = w.n % 2, parity = w.n / 2 % 2 ^ 1;
-    if (token.more && completed(w.empty(kToken0 + stage), parity) && completed(w.empty(kVec0 + stage), parity)) {
-      const int64_t slot = token.it.slot(p);
-      const int head = token.head(p);
-      const uint32_t vec_full = w.full(kVec0 + stage), full = w.full(kToken0 + stage), dst = w.s_token();
+  for (ForeseenItem it(p); it.next(p);)
+    for (int g = 0; g < p.group; g++, w.n++) {
+      const uint32_t stage = w.n % 2, vec_full = w.full(kVec0 + stage), full = w.full(kToken0 + stage), dst = w.s_token();
+      const int head = it.k_head(p) * p.group + g, heads = p.num_k_heads * p.group;
+      const int64_t slot = it.slot(p), at = (slot - p.first_slot) * heads + head;
+      w.wait_empty2(kToken0);
       ptx::mbarrier_arrive_expect(full, 3 * kTile);
-      ptx::bulk_load(dst, p.delta + ((slot - p.first_slot) * heads + head) * kTile, kTile, full);
-      load_rows_tile(p, token.it, dst + kTile, &maps.d_o, head, full);
-      load_rows_tile(p, token.it, dst + 2 * kTile, &maps.d_v, head, full);
+      ptx::bulk_load(dst, p.delta + at * kTile, kTile, full);
+      load_rows_tile(p, it, dst + kTile, &maps.d_o, head, full);
+      load_rows_tile(p, it, dst + 2 * kTile, &maps.d_v, head, full);
+      w.wait_empty2(kVec0);
       ptx::mbarrier_arrive_expect(vec_full, kVecFloats * 4);
       ptx::bulk_load(w.s_vec(), p.vec + (slot * heads + head) * kVecFloats, kVecFloats * 4, vec_full);
-      token.next_head(p);
+#pragma unroll 1
+      for (int i = 0; i < 4; i++) {  // kState0, kState1, kDState0, kDState1
+        w.wait_empty(kState0 + i);
+        ptx::mbarrier_arrive_expect(w.full(kState0 + i), kTile);
+        ptx::bulk_load(w.s_state(0) + i * kTile, (i < 2 ? p.state : p.d_state) + (at * 2 + i % 2) * kTile, kTile,
+                       w.full(kState0 + i));
+      }
     }
-    snapshot(state, kState0, w.s_state(0), p.state);
-    snapshot(d_state, kDState0, w.s_d_state(0), p.d_state);
-  }
 }
 
 // <S, dS+> of a head: the two tiles lie alike, so their layout does not matter. By mma.sync, whose operands are the words as they

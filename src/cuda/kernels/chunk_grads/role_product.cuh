@@ -24,6 +24,7 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
   const uint32_t s_rows = key ? s_k : s_q;
   for (ForeseenItem it(p); it.next(p);) {
     float sum[64], norm[2];  // dQ or dK, and rq or rk of this lane's rows
+    float products[32];      // Q K^T or K K^T, the same for all value heads
 #pragma unroll
     for (int i = 0; i < 64; i++) sum[i] = 0.f;
     for (int head = 0; head < p.group; head++, w.n++) {
@@ -74,12 +75,14 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
         store_row_sums(part + (pass ? kXe : key ? kXaK : kXaQ) * 4, factor[0] * dot[0], factor[1] * dot[1], row, w.lane);
         ptx::wgmma_wait();  // none is in flight where the loop closes
       }
-      float(&scored)[32] = h0, (&products)[32] = h1;
-      ptx::wgmma_fence();
-      product_tokens<T>(products, s_rows, s_k);  // Q K^T | K K^T
-      ptx::wgmma_commit();
+      float(&scored)[32] = h0;
+      if (head == 0) {
+        ptx::wgmma_fence();
+        product_tokens<T>(products, s_rows, s_k);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait();
+      }
       const float sign = key ? -1.f : p.scale, factor[2] = {sign * norm[0], sign * norm[1]};
-      ptx::wgmma_wait();
       w.arrive(w.empty(kToken0 + w.n % 2));
       forget(w.lane);
       uint32_t operand[16];
