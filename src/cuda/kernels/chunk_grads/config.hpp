@@ -15,7 +15,7 @@ inline constexpr int kTokenStages = 2, kSnapshotStages = 2, kVecStages = 2, kPar
 
 // What the roles hand to the finisher, per value head; floats.
 inline constexpr int kXaQ = 0, kXaK = 64, kXe = 128;  // a_i of q and of k (B11), e'_i (B10)
-inline constexpr int kSumFloats = 388;                // sums of Y of one warpgroup (scores.cuh)
+inline constexpr int kSumFloats = 384;                // sums of Y of one warpgroup (scores.cuh)
 inline constexpr int kXquery = 192, kXkey = kXquery + kSumFloats;
 inline constexpr int kXdot = kXkey + kSumFloats;  // [2 warps] of <S, dS+>
 inline constexpr int kPartFloats = kXdot + 4;

@@ -53,6 +53,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);  // the compiler knows that it is the same in all lanes
   Lane w{base, warp % 4, int(threadIdx.x % 32), 0};
   if (threadIdx.x == 0) init_barriers(w);
+  for (uint32_t i = threadIdx.x; i < sizeof(Smem::m) / 16; i += kThreads)  // above the diagonal M stays zero
+    ptx::sts4u(base + offsetof(Smem, m) + i * 16, 0, 0, 0, 0);
+  ptx::proxy_fence();
   __syncthreads();
   ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read

@@ -28,7 +28,7 @@ static_assert(sizeof(Smem) <= 227 * 1024, "shared memory");
 // Barrier pairs, and the one counter that says where every ring is: n, value heads done so far. Stages used once a head (token,
 // vec, part) alternate: stage n % 2, parity n / 2 % 2; both stages of state and d_state are used by every head, m is single:
 // parity n % 2. Fewer registers than a ring each.
-enum Pair { kToken0, kToken1, kVec0, kVec1, kPart0, kPart1, kState0, kState1, kDState0, kDState1, kM, kKq, kPairs };
+enum Pair { kToken0, kToken1, kVec0, kVec1, kPart0, kPart1, kState0, kState1, kDState0, kDState1, kM, kX, kKq, kPairs };
 static_assert(kTokenStages == 2 && kSnapshotStages == 2 && kVecStages == 2 && kPartStages == 2, "see Pair");
 
 struct Maps {
@@ -115,7 +115,8 @@ __device__ __forceinline__ void init_barriers(const Lane& w) {
     if (i == kPart0 || i == kPart1) full = kQuery + kKey + kDot, empty = kFinish;
     if (i == kState0 || i == kState1) empty = kQuery + kKey + kDot;
     if (i == kDState0 || i == kDState1) empty = kKey + kDot;
-    if (i == kM) full = kQuery, empty = kKey;
+    if (i == kM) full = kQuery;  // empty: of M and X
+    if (i == kX) full = kKey;
     ptx::mbarrier_init(w.full(i), full);
     ptx::mbarrier_init(w.empty(i), empty);
   }

@@ -5,6 +5,7 @@
 #include "cuda/math/warp.cuh"
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/ptx/wgmma_mn.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/swizzle.cuh"
 
@@ -83,12 +84,18 @@ __device__ __forceinline__ void product_snapshot(float (&h)[32], uint32_t left, 
   }
   ptx::wgmma_commit();
 }
-// acc += operand tile: [64][64 tokens] x [64 tokens][128]
+// acc += square tile: [64][64 tokens] x [64 tokens][128], the square as it is or transposed
 template <typename T>
-__device__ __forceinline__ void product_operand(float (&acc)[64], const uint32_t (&operand)[16], uint32_t tile) {
-  const uint64_t b = mn_major(tile);
+__device__ __forceinline__ void product_square(float (&acc)[64], uint32_t square, uint32_t tile) {
+  const uint64_t a = k_major(square), b = mn_major(tile);
 #pragma unroll
-  for (int k = 0; k < 4; k++) ptx::wgmma_rs<T, 1>(acc, operand + 4 * k, b + bytes(k * 2048), 1);
+  for (int k = 0; k < 4; k++) ptx::wgmma_ss<T, 1>(acc, advance(a, k * 32), advance(b, k * 2048), 1);
+}
+template <typename T>
+__device__ __forceinline__ void product_square_transposed(float (&acc)[64], uint32_t square, uint32_t tile) {
+  const uint64_t a = mn_major(square), b = mn_major(tile);
+#pragma unroll
+  for (int k = 0; k < 4; k++) ptx::wgmma_mn<T>(acc, advance(a, k * 2048), advance(b, k * 2048));
 }
 
 // sum += factor x h, dot += <tile row, h>, for 64 features from 64 panel on

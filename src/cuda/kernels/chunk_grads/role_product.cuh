@@ -85,49 +85,28 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
       const float sign = key ? -1.f : p.scale, factor[2] = {sign * norm[0], sign * norm[1]};
       w.arrive(w.empty(kToken0 + w.n % 2));
       forget(w.lane);
-      uint32_t operand[16];
-      scores<T>(scored, products, vec, factor, w.warp, w.lane, key, operand, part + (key ? kXkey : kXquery) * 4);
+      w.wait_empty(kM);  // M and X of the head before have been multiplied
+      scores<T>(scored, products, vec, factor, w.warp, w.lane, key, key ? s_x : s_m, part + (key ? kXkey : kXquery) * 4);
+      ptx::proxy_fence();
+      w.arrive(w.full(key ? kX : kM));
       w.arrive(w.full(kPart0 + w.n % 2));
       w.arrive(w.empty(kVec0 + w.n % 2));
       forget(w.lane);
-      if (!key) w.wait_empty(kM);
-      const BlockRow rows(key ? s_x : s_m, 16 * w.warp, w.lane);
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        ptx::stmatrix_x4(rows.block(k), operand[4 * k], operand[4 * k + 1], operand[4 * k + 2], operand[4 * k + 3]);
+      w.wait_full(kM);
       if (!key) {
-        w.arrive(w.full(kM));
         ptx::wgmma_fence();
-        product_operand<T>(sum, operand, s_k);  // (B8) dP K
+        product_square<T>(sum, s_m, s_k);  // (B8) dP K
         ptx::wgmma_commit();
         ptx::wgmma_wait();
       } else {
-        ptx::named_sync(3, 128);
-        // X + X^T: the lower part is in these registers, the upper one is another warp's; on the diagonal block
-        // one of the two is 0
-        const BlockColumn x_columns(s_x, 16 * w.warp, w.lane);
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          uint32_t f[4];
-          ptx::ldmatrix_x4_trans(x_columns.block(k), f[0], f[1], f[2], f[3]);
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-            operand[4 * k + i] = k < w.warp ? operand[4 * k + i] : k > w.warp ? f[i] : operand[4 * k + i] | f[i];
-        }
-        uint32_t m[16];
-        w.wait_full(kM);
-        const BlockColumn m_columns(s_m, 16 * w.warp, w.lane);
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          ptx::ldmatrix_x4_trans(m_columns.block(k), m[4 * k], m[4 * k + 1], m[4 * k + 2], m[4 * k + 3]);
-        w.arrive(w.empty(kM));
-        ptx::named_sync(3, 128);  // X has been read
+        w.wait_full(kX);
         ptx::wgmma_fence();
-        product_operand<T>(sum, operand, s_k);  // (B9) (X + X^T) K
-        product_operand<T>(sum, m, s_q);        // (B9) dP^T Q
+        product_square<T>(sum, s_x, s_k);             // (B9) (X + X^T) K
+        product_square_transposed<T>(sum, s_m, s_q);  // (B9) dP^T Q
         ptx::wgmma_commit();
         ptx::wgmma_wait();
       }
+      w.arrive(w.empty(kM));
     }
     forget(w.lane);
     if (p.qk_norm) unnormalise<T>(sum, s_rows, norm, w.warp, w.lane);

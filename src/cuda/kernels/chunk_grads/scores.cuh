@@ -2,17 +2,18 @@
 // and what the crossing sums of Y (B11) are made of. All sums fp32, additions only, in a fixed order.
 //
 // sum_{i>=t, j<t} Y_ij by 16 x 16 blocks, t in block b, warp w holding rows 16 w ..:
-//   blocks (w, kb) with kb < b < w lie whole inside: their sums; with w > b, kb = b: columns j < t of C_j = beta_j (column sum of
+//   blocks (w, kb) with kb < b < w lie whole inside: from their column sums; with w > b, kb = b: columns j < t of C_j = beta_j (column sum of
 //   Y' below the block); with w = b, kb < b: rows i >= t of the row sums; the diagonal block (b, b) itself: row prefixes, then
 //   column sums.
 // The finisher puts these together.
 #pragma once
 
 #include "cuda/formats.hpp"
-#include "cuda/kernels/chunk_grads/config.hpp"
+#include "cuda/kernels/chunk_grads/products.cuh"
 #include "cuda/math/exp.cuh"
 #include "cuda/math/warp.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/transpose.cuh"
 #include "cuda/tile/pack.cuh"
 
 namespace qla::cuda::chunk_grads {
@@ -47,8 +48,7 @@ __device__ __forceinline__ void store_column_sums(float (&x)[4], uint32_t out, i
 inline constexpr int kSumColumn = 0;   // [4 warps][64] column sums of Y'; of warp w: columns below 16 w + 16
 inline constexpr int kSumRow = 256;    // [64] row sums of Y left of the diagonal block
 inline constexpr int kSumCross = 320;  // [64] crossing sums inside the diagonal blocks
-inline constexpr int kSumBlock = 384;  // [3] sums of the blocks (2, 0), (3, 0), (3, 1)
-static_assert(kSumFloats == 388);
+static_assert(kSumFloats == 384);
 
 struct ScoreColumns {  // of this lane: 2 x 2 columns of block kb
   float g[4], beta[4], rk[4];
@@ -65,9 +65,10 @@ struct ScoreColumns {  // of this lane: 2 x 2 columns of block kb
 };
 
 // acc: J or dR Delta^T; pair: Q K^T or K K^T of the same places. row_factor: scale rq_i, or -rk_i.
-//   operand   row_factor G acc beta_j rk_j   (dP or X, with both norms in it)
+//   tile      row_factor G acc beta_j rk_j   (dP or X, with both norms in it); of X, mirrored: X + X^T. The blocks of dP above
+//   the diagonal are not written.
 //   Y' = row_factor G acc rk_j pair, Y = Y' beta_j, of strictly lower places; dbeta counts the diagonal too where it is kept (not
-//   Strict).
+//   mirrored).
 // fp16: where a zero row of q meets a zero row of k under q-k normalisation, both norms are 1e3 and the factor may leave fp16's
 // range; it multiplies rows of zeros only, and inf x 0 would be NaN. Elsewhere inf stays inf.
 template <typename T>
@@ -80,7 +81,7 @@ __device__ __forceinline__ float in_range(float x, float pair) {
 
 template <typename T>
 __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pair)[32], uint32_t vec,
-                                       const float (&row_factor)[2], int warp, int lane, bool strict, uint32_t (&operand)[16],
+                                       const float (&row_factor)[2], int warp, int lane, bool mirror, uint32_t tile,
                                        uint32_t out) {
   const int row = 16 * warp + lane / 4;
   const float g_row[2] = {ptx::lds(vec + (kVecG + row) * 4), ptx::lds(vec + (kVecG + row + 8) * 4)};
@@ -91,8 +92,8 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
     diagonal[i] = warp < 2 ? (warp == 0 ? acc[i] : acc[8 + i]) : warp == 2 ? acc[16 + i] : acc[24 + i];
     diagonal_pair[i] = warp < 2 ? (warp == 0 ? pair[i] : pair[8 + i]) : warp == 2 ? pair[16 + i] : pair[24 + i];
   }
-#pragma unroll
-  for (int i = 0; i < 16; i++) operand[i] = 0;
+  const BlockRow rows(tile, 16 * warp, lane);
+  const BlockColumn mirrored(tile, 16 * warp, lane);
   float columns[16];  // of Y', all blocks
 #pragma unroll
   for (int i = 0; i < 16; i++) columns[i] = 0.f;
@@ -107,7 +108,7 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
     float near[4], weight[4];  // the column's factor, without and with beta
 #pragma unroll
     for (int j = 0; j < 4; j++) near[j] = exp2_approx(g_first - c.g[j]) * c.rk[j], weight[j] = near[j] * c.beta[j];
-    float sum[2] = {0.f, 0.f};
+    uint32_t operand[4];
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -119,19 +120,15 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
           x[e] = r[h] * acc[at];
           columns[4 * kb + j] += x[e] * pair[at];
           x[e] *= weight[j];
-          sum[h] += x[e] * pair[at];
+          left[h] += x[e] * pair[at];
         }
-        operand[4 * kb + 2 * n + h] =
+        operand[2 * n + h] =
             pack<T>(in_range<T>(x[0], pair[8 * kb + 4 * n + 2 * h]), in_range<T>(x[1], pair[8 * kb + 4 * n + 2 * h + 1]));
       }
 #pragma unroll
     for (int j = 0; j < 4; j++) columns[4 * kb + j] *= near[j];
-    left[0] += sum[0];
-    left[1] += sum[1];
-    if (warp - kb >= 2) {
-      const float block = warp_sum(sum[0] + sum[1]);
-      if (lane == 0) ptx::sts(out + (kSumBlock + warp + kb - 2) * 4, block);
-    }
+    ptx::stmatrix_x4(rows.block(kb), operand[0], operand[1], operand[2], operand[3]);
+    if (mirror) ptx::stmatrix_x4_trans(mirrored.block(kb), operand[0], operand[1], operand[2], operand[3]);
   }
   left[0] = warp_sum<4>(left[0]);
   left[1] = warp_sum<4>(left[1]);
@@ -152,11 +149,11 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int at = 4 * n + 2 * h + e, j = 2 * n + e;
-        const bool inside = i >= t + e + int(strict);
+        const bool inside = i >= t + e + int(mirror);
         const float gate = exp2_approx(inside ? g_row[h] - c.g[j] : -INFINITY);  // masked before exp
         x[e] = row_factor[h] * gate * (diagonal[at] * c.rk[j]);
         column[j] += x[e] * diagonal_pair[at];
-        x[e] = inside ? x[e] * c.beta[j] : 0.f;  // +0, never -0: the upper part of X + X^T is or-ed in
+        x[e] = inside ? x[e] * c.beta[j] : 0.f;  // +0, never -0: of X + X^T one is or-ed to the other
         y[e] = i > t + e ? x[e] * diagonal_pair[at] : 0.f;
       }
       result[2 * n + h] =
@@ -173,10 +170,12 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
       cross[2 * n] += i >= t ? b0 : 0.f;
       cross[2 * n + 1] += i >= t + 1 ? b1 : 0.f;
     }
-#pragma unroll
-  for (int kb = 0; kb < 4; kb++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) operand[4 * kb + i] = kb == warp ? result[i] : operand[4 * kb + i];
+  if (mirror) {
+    result[2] = ptx::transpose_8x8(result[1]);
+    result[0] |= ptx::transpose_8x8(result[0]);
+    result[3] |= ptx::transpose_8x8(result[3]);
+  }
+  ptx::stmatrix_x4(rows.block(warp), result[0], result[1], result[2], result[3]);
   store_column_sums(cross, out + (kSumCross + 16 * warp) * 4, lane);
 #pragma unroll
   for (int i = 0; i < 16; i++) columns[i] = i / 4 == warp ? column[i % 4] : columns[i];
@@ -187,7 +186,7 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
 // column.
 __device__ __forceinline__ void gather_sums(uint32_t in, const float2& beta, int lane, float (&cross)[2], float (&column)[2]) {
   const int b = lane / 8;
-  float below[2] = {0.f, 0.f};
+  float below[2] = {0.f, 0.f}, y2 = 0.f, y3 = 0.f;  // y: this lane's two columns of Y in rows 32 .., 48 ..
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     if (w < b) continue;
@@ -195,6 +194,8 @@ __device__ __forceinline__ void gather_sums(uint32_t in, const float2& beta, int
     column[0] += x.x;
     column[1] += x.y;
     if (w > b) below[0] += x.x, below[1] += x.y;
+    if (w == 2) y2 = beta.x * x.x + beta.y * x.y;
+    if (w == 3) y3 = beta.x * x.x + beta.y * x.y;
   }
   const float c0 = beta.x * below[0], c1 = beta.y * below[1];
   const float2 r = ptx::lds2(in + (kSumRow + 2 * lane) * 4), inside = ptx::lds2(in + (kSumCross + 2 * lane) * 4);
@@ -207,9 +208,10 @@ __device__ __forceinline__ void gather_sums(uint32_t in, const float2& beta, int
   }
   const float prefix_before = __shfl_up_sync(~0u, prefix, 1, 8), suffix_after = __shfl_down_sync(~0u, suffix, 1, 8);
   const float p0 = lane % 8 ? prefix_before : 0.f, s1 = r.y + (lane % 8 < 7 ? suffix_after : 0.f);
-  const float t20 = ptx::lds(in + kSumBlock * 4), t30 = ptx::lds(in + (kSumBlock + 1) * 4),
-              t31 = ptx::lds(in + (kSumBlock + 2) * 4);
-  const float whole = b == 1 ? t20 + t30 : b == 2 ? t30 + t31 : 0.f;
+  // whole blocks: (2, 0) + (3, 0) for b = 1, (3, 0) + (3, 1) for b = 2, of the columns' sums over two rows of blocks and over one
+  const float of_two = warp_sum<8>(y2 + y3), of_one = warp_sum<8>(y3);
+  const float two0 = __shfl_sync(~0u, of_two, 0), one0 = __shfl_sync(~0u, of_one, 0), one1 = __shfl_sync(~0u, of_one, 8);
+  const float whole = b == 1 ? two0 : b == 2 ? one0 + one1 : 0.f;
   cross[0] += (inside.x + p0) + ((r.x + s1) + whole);
   cross[1] += (inside.y + (p0 + c0)) + (s1 + whole);
 }
