@@ -166,7 +166,7 @@ struct Run {
   BackwardCut cut;
   cudaStream_t stream;
   bool bf16;
-  CUtensorMap k{}, q{}, v{}, d_o{}, dv{};
+  CUtensorMap k{}, q{}, v{}, d_o{}, dv{}, dq{}, dk{};
   TokenMapShape dv_shape{};
 };
 
@@ -186,6 +186,8 @@ void make_maps(Run& r, const BackwardNeeds& needs) {
   r.d_o = make_token_map(needs.copy_d_o ? own_shape(r.b.d_o, r.p) : map_shape(r.args.d_o), r.bf16, "d_o");
   r.dv_shape = needs.scratch_dv ? own_shape(r.b.dv, r.p) : map_shape(r.args.dv);
   r.dv = make_token_map(r.dv_shape, r.bf16, "dv");
+  if (addressable(r.args.dq, r.p, Look::Addresses)) r.dq = make_token_map(map_shape(r.args.dq), r.bf16, "dq");
+  if (addressable(r.args.dk, r.p, Look::Addresses)) r.dk = make_token_map(map_shape(r.args.dk), r.bf16, "dk");
 }
 
 backward_passes::Params pass_params(const Run& r, int64_t first, int64_t end) {
@@ -299,6 +301,8 @@ void run_chunk_grads(const Run& r, int64_t first, int64_t end, bool pad) {
   a.scale = float(r.p.scale);
   a.dq = grad_view(r.args.dq);
   a.dk = grad_view(r.args.dk);
+  a.dq.bulk = addressable(r.args.dq, r.p, Look::Addresses);
+  a.dk.bulk = addressable(r.args.dk, r.p, Look::Addresses);
   a.dg = grad_view(r.args.dg);
   a.dbeta = grad_view(r.args.dbeta);
   if (flags & QLA_FLAG_RAW_GATE) {
@@ -310,7 +314,7 @@ void run_chunk_grads(const Run& r, int64_t first, int64_t end, bool pad) {
   a.beta_max = flags & QLA_FLAG_NEG_EIGVAL ? 2.f : 1.f;
   a.gate_partials = r.b.gate_partials;
   if (pad) a.padding = padding_args(r);
-  check_cuda(chunk_grads::launch(r.k, r.q, r.d_o, r.dv, a, r.p.dtype, r.device.multiprocessors, r.stream), "chunk_grads");
+  check_cuda(chunk_grads::launch(r.k, r.q, r.d_o, r.dv, r.dq, r.dk, a, r.p.dtype, r.device.multiprocessors, r.stream), "chunk_grads");
 }
 
 void finish(const Run& r, const BackwardNeeds& needs) {

@@ -214,7 +214,8 @@ void abar_tiles(const Problem& p, const std::vector<cuda::ChunkRecord>& chunks, 
 
 template <typename T, typename Out>
 cg::GradView view(const Buffer<Out>& b, int dtype, int heads, int width, int tokens) {
-  return {b.data, dtype, 1, int64_t(tokens) * heads * width, int64_t(heads) * width, width};
+  const int bulk = width == 128 && dtype != QLA_FLOAT32;
+  return {b.data, dtype, 1, bulk, int64_t(tokens) * heads * width, int64_t(heads) * width, width};
 }
 
 }  // namespace

@@ -37,6 +37,7 @@ void test_chunk_grads(const Case& c) {
   a.dk = wide ? view<T>(dk32, QLA_FLOAT32, c.hk, kDim, p.tokens) : view<T>(dk16, kType, c.hk, kDim, p.tokens);
   a.dg = view<T>(dg, QLA_FLOAT32, c.hv, 1, p.tokens);
   a.dbeta = view<T>(dbeta, QLA_FLOAT32, c.hv, 1, p.tokens);
+  if (wide) a.dq.bulk = 0;  // .. and dq by ordinary stores
   a.beta_max = c.neg_eigval ? 2 : 1;
   const cg::InputView scalar{nullptr, QLA_FLOAT32, int64_t(p.tokens) * c.hv, c.hv, 1};
   if (c.raw_gate) {
@@ -53,7 +54,8 @@ void test_chunk_grads(const Case& c) {
     a.beta_logits.data = beta.data;
   }
   CK(cg::launch(token_map(k.data, kBf16, c.hk, p.tokens), token_map(q.data, kBf16, c.hk, p.tokens),
-                token_map(d_o.data, kBf16, c.hv, p.tokens), token_map(dv.data, kBf16, c.hv, p.tokens), a, kType, c.ctas,
+                token_map(d_o.data, kBf16, c.hv, p.tokens), token_map(dv.data, kBf16, c.hv, p.tokens),
+                token_map(dq.data, kBf16, c.hk, p.tokens), token_map(dk16.data, kBf16, c.hk, p.tokens), a, kType, c.ctas,
                 nullptr));
   CK(cudaDeviceSynchronize());
   auto valid = [&](std::vector<double> x) {
@@ -309,7 +311,8 @@ void time_chunk_grads(int hk, int hv, int tokens) {
   a.dg = view<T>(dg, QLA_FLOAT32, hv, 1, tokens);
   a.dbeta = view<T>(dbeta, QLA_FLOAT32, hv, 1, tokens);
   const CUtensorMap mk = token_map(k.data, true, hk, tokens), mq = token_map(q.data, true, hk, tokens),
-                    mo = token_map(d_o.data, true, hv, tokens), mv = token_map(dv.data, true, hv, tokens);
+                    mo = token_map(d_o.data, true, hv, tokens), mv = token_map(dv.data, true, hv, tokens),
+                    mdq = token_map(dq.data, true, hk, tokens), mdk = token_map(dk.data, true, hk, tokens);
   cudaEvent_t x, y;
   CK(cudaEventCreate(&x));
   CK(cudaEventCreate(&y));
@@ -317,7 +320,7 @@ void time_chunk_grads(int hk, int hv, int tokens) {
   double spent = 0;  // sustained: 30 ms of launches before, 100 ms timed
   for (int i = 0; spent < 130; i++) {
     CK(cudaEventRecord(x));
-    CK(cg::launch(mk, mq, mo, mv, a, QLA_BFLOAT16, 132, nullptr));
+    CK(cg::launch(mk, mq, mo, mv, mdq, mdk, a, QLA_BFLOAT16, 132, nullptr));
     CK(cudaEventRecord(y));
     CK(cudaEventSynchronize(y));
     float t;

@@ -11,7 +11,7 @@ namespace qla::cuda::chunk_grads {
 inline constexpr int kRows = 64;     // tokens of a chunk
 inline constexpr int kDim = 128;     // K = V
 inline constexpr int kTile = 16384;  // bytes of 64 x 128 of 16 bit: a token-major tile, or half of a snapshot
-inline constexpr int kTokenStages = 2, kSnapshotStages = 2, kVecStages = 2, kPartStages = 2;
+inline constexpr int kKqStages = 2, kTokenTiles = 4, kSnapshotStages = 2, kVecStages = 2, kPartStages = 2;
 
 // What the roles hand to the finisher, per value head; floats.
 inline constexpr int kXaQ = 0, kXaK = 64, kXe = 128;  // a_i of q and of k (B11), e'_i (B10)
@@ -30,6 +30,7 @@ struct GradView {  // a gradient the caller wants; data = nullptr: not wanted
   void* data = nullptr;
   int32_t dtype = 0;   // QLA_*
   int32_t vector = 0;  // 16-bit rows may be written 16 bytes at a time
+  int32_t bulk = 0;    // whole chunks by tensor copies: of the inputs' type, and launch() has its map (dq, dk alone)
   int64_t stride_b = 0, stride_t = 0, stride_h = 0;
 };
 struct InputView {  // a scalar per token and value head, or per value head

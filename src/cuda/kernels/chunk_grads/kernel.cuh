@@ -61,13 +61,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::grid_dependency_wait();  // from here on what earlier kernels wrote is read
   if (warp < 8) {
     ptx::setmaxnreg_inc<kRegsProduct>();
-    product_role<T>(p, w, __any_sync(~0u, warp >= 4));
+    product_role<T>(p, maps, w, __any_sync(~0u, warp >= 4));
   } else {
     ptx::setmaxnreg_dec<kRegsAux>();
     if (warp == 10) {
       if (w.lane == 0) load_role(p, maps, w);
     } else if (warp == 11) {
-      finish_role<T>(p, maps, w);
+      finish_role<T>(p, w);
     } else {
       w.warp = warp - 8;
       dot_role<T>(p, w);

@@ -13,8 +13,8 @@
 namespace qla::cuda::chunk_grads {
 
 struct alignas(1024) Smem {
-  uint8_t k[kTile], q[kTile];
-  uint8_t token[kTokenStages][3][kTile];  // Delta, dO, dR
+  uint8_t kq[kKqStages][2][kTile];   // K, Q
+  uint8_t token[kTokenTiles][kTile];  // a ring; of a head: dR, dO, Delta
   uint8_t state[kSnapshotStages][kTile];
   uint8_t d_state[kSnapshotStages][kTile];
   uint8_t m[kRows * kRows * 2];
@@ -25,14 +25,14 @@ struct alignas(1024) Smem {
 };
 static_assert(sizeof(Smem) <= 227 * 1024, "shared memory");
 
-// Barrier pairs, and the one counter that says where every ring is: n, value heads done so far. Stages used once a head (token,
-// vec, part) alternate: stage n % 2, parity n / 2 % 2; both stages of state and d_state are used by every head, m is single:
-// parity n % 2. Fewer registers than a ring each.
-enum Pair { kToken0, kToken1, kVec0, kVec1, kPart0, kPart1, kState0, kState1, kDState0, kDState1, kM, kX, kKq, kPairs };
-static_assert(kTokenStages == 2 && kSnapshotStages == 2 && kVecStages == 2 && kPartStages == 2, "see Pair");
+// Barrier pairs, and the one counter that says where every ring is: n, value heads done so far. Stages used once a head (vec,
+// part) alternate: stage n % 2, parity n / 2 % 2; so do the barriers of the tokens' tiles 3 n .. 3 n + 2 (modulo 4). Both stages
+// of state and d_state are used by every head, m is single: parity n % 2. Fewer registers than a ring each. K, Q go by items.
+enum Pair { kToken0, kToken1, kVec0, kVec1, kPart0, kPart1, kState0, kState1, kDState0, kDState1, kM, kX, kKq0, kKq1, kPairs };
+static_assert(kKqStages == 2 && kTokenTiles == 4 && kSnapshotStages == 2 && kVecStages == 2 && kPartStages == 2, "see Pair");
 
 struct Maps {
-  CUtensorMap k, q, d_o, d_v;
+  CUtensorMap k, q, d_o, d_v, dq, dk;
 };
 
 // The items of a CTA in order, the same for every role: chunks from both ends in turn. The passes have written S of the last ones
@@ -82,14 +82,29 @@ struct ForeseenItem : Item {
   }
 };
 
+// whole token tiles of a head from or to memory, by one thread
+__device__ __forceinline__ void load_rows_tile(const Params& p, const Item& it, uint32_t dst, const CUtensorMap* map, int head,
+                                               uint32_t bar) {
+  const int batch = int(uint32_t(it.token) / uint32_t(p.rows_per_batch)),
+            row = int(uint32_t(it.token) % uint32_t(p.rows_per_batch));
+  ptx::tensor_load_4d(dst, map, 0, head, row, batch, bar);
+  ptx::tensor_load_4d(dst + kTile / 2, map, 64, head, row, batch, bar);
+}
+__device__ __forceinline__ void store_rows_tile(const Params& p, const Item& it, const CUtensorMap* map, int head, uint32_t src) {
+  const int batch = int(uint32_t(it.token) / uint32_t(p.rows_per_batch)),
+            row = int(uint32_t(it.token) % uint32_t(p.rows_per_batch));
+  ptx::tensor_store_4d(map, 0, head, row, batch, src);
+  ptx::tensor_store_4d(map, 64, head, row, batch, src + kTile / 2);
+  ptx::bulk_commit();
+}
+
 // One warp's place.
 struct Lane {
   uint32_t base;   // shared memory
   int warp, lane;  // warp: within its role
   uint32_t n;      // value heads done (see Pair)
-  __device__ __forceinline__ uint32_t s_k() const { return base + offsetof(Smem, k); }
-  __device__ __forceinline__ uint32_t s_q() const { return base + offsetof(Smem, q); }
-  __device__ __forceinline__ uint32_t s_token() const { return base + offsetof(Smem, token) + n % 2 * (3 * kTile); }
+  __device__ __forceinline__ uint32_t s_k(uint32_t item) const { return base + offsetof(Smem, kq) + item % 2 * (2 * kTile); }
+  __device__ __forceinline__ uint32_t s_token(int i) const { return base + offsetof(Smem, token) + (3 * n + i) % 4 * kTile; }
   __device__ __forceinline__ uint32_t s_state(int half) const { return base + offsetof(Smem, state) + half * kTile; }
   __device__ __forceinline__ uint32_t s_d_state(int half) const { return base + offsetof(Smem, d_state) + half * kTile; }
   __device__ __forceinline__ uint32_t s_vec() const { return base + offsetof(Smem, vec) + n % 2 * (kVecFloats * 4); }
@@ -110,7 +125,9 @@ struct Lane {
 __device__ __forceinline__ void init_barriers(const Lane& w) {
   constexpr int kQuery = 4, kKey = 4, kFinish = 1, kDot = 2;  // warps
   for (int i = 0; i < kPairs; i++) {
-    int full = 1, empty = kQuery + kKey;  // kToken, kKq
+    int full = 1, empty = kQuery + kKey;
+    if (i == kToken0 || i == kToken1) full = 2;  // the first tile of a head is asked for before the others
+    if (i == kKq0 || i == kKq1) empty = 2;       // the threads that store dQ and dK
     if (i == kVec0 || i == kVec1) empty = kQuery + kKey + kFinish;
     if (i == kPart0 || i == kPart1) full = kQuery + kKey + kDot, empty = kFinish;
     if (i == kState0 || i == kState1) empty = kQuery + kKey + kDot;

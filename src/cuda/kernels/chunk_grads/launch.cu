@@ -16,10 +16,10 @@ cudaError_t prepare() {
 }
 
 cudaError_t launch(const CUtensorMap& k, const CUtensorMap& q, const CUtensorMap& d_o, const CUtensorMap& d_v,
-                   const Params& params, int32_t dtype, int multiprocessors, cudaStream_t stream) {
+                   const CUtensorMap& dq, const CUtensorMap& dk, const Params& params, int32_t dtype, int multiprocessors, cudaStream_t stream) {
   const int64_t items = int64_t(params.num_slots) * params.num_k_heads;
   if (items == 0) return cudaSuccess;
-  const Maps maps{k, q, d_o, d_v};
+  const Maps maps{k, q, d_o, d_v, dq, dk};
   const dim3 grid(unsigned(std::min<int64_t>(items, multiprocessors)));
   const auto kernel = dtype == QLA_BFLOAT16 ? chunk_grads_kernel<__nv_bfloat16> : chunk_grads_kernel<__half>;
   return launch_dependent(kernel, grid, kThreads, sizeof(Smem), true, stream, maps, params);

@@ -119,6 +119,18 @@ __device__ __forceinline__ void absorb(float (&sum)[64], const float (&h)[32], i
     }
   }
 }
+// 64 x 128 sums as 16-bit rows in a tile
+template <typename T>
+__device__ __forceinline__ void stage_rows(const float (&sum)[64], uint32_t tile, int warp, int lane) {
+  const BlockRow rows(tile, 16 * warp, lane);
+#pragma unroll
+  for (int kk = 0; kk < 8; kk++) {
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = pack<T>(sum[8 * kk + 2 * i], sum[8 * kk + 2 * i + 1]);
+    ptx::stmatrix_x4(rows.block(kk), x[0], x[1], x[2], x[3]);
+  }
+}
 // one value per row, summed over the quad
 __device__ __forceinline__ void store_row_sums(uint32_t out, float a, float b, int row, int lane) {
   a = warp_sum<4>(a);

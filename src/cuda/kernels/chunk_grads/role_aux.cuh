@@ -8,37 +8,52 @@
 
 namespace qla::cuda::chunk_grads {
 
-__device__ __forceinline__ void load_rows_tile(const Params& p, const Item& it, uint32_t dst, const CUtensorMap* map, int head,
-                                               uint32_t bar) {
-  const int batch = int(uint32_t(it.token) / uint32_t(p.rows_per_batch)),
-            row = int(uint32_t(it.token) % uint32_t(p.rows_per_batch));
-  ptx::tensor_load_4d(dst, map, 0, head, row, batch, bar);
-  ptx::tensor_load_4d(dst + kTile / 2, map, 64, head, row, batch, bar);
-}
-
-// One thread. Stages are waited for in the order in which the products leave them.
+// One thread. Stages are waited for in the order in which the products leave them: S and dS+ of the head before, then its tokens,
+// which make room for two tiles of this head and one of the next. K and Q of the next item are asked for with that one.
 __device__ __forceinline__ void load_role(const Params& p, const Maps& maps, Lane w) {
-  for (ForeseenItem it(p); it.next(p);)
-    for (int g = 0; g < p.group; g++, w.n++) {
-      const uint32_t stage = w.n % 2, vec_full = w.full(kVec0 + stage), full = w.full(kToken0 + stage), dst = w.s_token();
-      const int head = it.k_head(p) * p.group + g, heads = p.num_k_heads * p.group;
-      const int64_t slot = it.slot(p), at = (slot - p.first_slot) * heads + head;
-      w.wait_empty2(kToken0);
-      ptx::mbarrier_arrive_expect(full, 3 * kTile);
-      ptx::bulk_load(dst, p.delta + at * kTile, kTile, full);
-      load_rows_tile(p, it, dst + kTile, &maps.d_o, head, full);
-      load_rows_tile(p, it, dst + 2 * kTile, &maps.d_v, head, full);
-      w.wait_empty2(kVec0);
-      ptx::mbarrier_arrive_expect(vec_full, kVecFloats * 4);
-      ptx::bulk_load(w.s_vec(), p.vec + (slot * heads + head) * kVecFloats, kVecFloats * 4, vec_full);
+  ForeseenItem it(p);
+  uint32_t items = 0;  // loaded
+  bool more = it.next(p);
+  int g = 0;
+  auto load_first = [&] {  // of the head w.n
+    const uint32_t full = w.full(kToken0 + w.n % 2);
+    ptx::mbarrier_arrive_expect(full, kTile);
+    load_rows_tile(p, it, w.s_token(0), &maps.d_v, it.k_head(p) * p.group + g, full);
+    if (g != 0) return;
+    const uint32_t pair = kKq0 + items % 2, kq_full = w.full(pair);
+    ptx::mbarrier_wait(w.empty(pair), items / 2 % 2 ^ 1);
+    ptx::mbarrier_arrive_expect(kq_full, 2 * kTile);
+    load_rows_tile(p, it, w.s_k(items), &maps.k, it.k_head(p), kq_full);
+    load_rows_tile(p, it, w.s_k(items) + kTile, &maps.q, it.k_head(p), kq_full);
+    items++;
+  };
+  if (more) load_first();
+  while (more) {
+    const int head = it.k_head(p) * p.group + g, heads = p.num_k_heads * p.group;
+    const int64_t slot = it.slot(p), at = (slot - p.first_slot) * heads + head;
 #pragma unroll 1
-      for (int i = 0; i < 4; i++) {  // kState0, kState1, kDState0, kDState1
-        w.wait_empty(kState0 + i);
-        ptx::mbarrier_arrive_expect(w.full(kState0 + i), kTile);
-        ptx::bulk_load(w.s_state(0) + i * kTile, (i < 2 ? p.state : p.d_state) + (at * 2 + i % 2) * kTile, kTile,
-                       w.full(kState0 + i));
-      }
+    for (int i = 0; i < 4; i++) {  // kState0, kState1, kDState0, kDState1
+      const uint32_t full = w.full(kState0 + i);
+      w.wait_empty(kState0 + i);
+      ptx::mbarrier_arrive_expect(full, kTile);
+      ptx::bulk_load(w.s_state(0) + i * kTile, (i < 2 ? p.state : p.d_state) + (at * 2 + i % 2) * kTile, kTile, full);
     }
+    const uint32_t stage = w.n % 2, vec_full = w.full(kVec0 + stage), full = w.full(kToken0 + stage);
+    w.wait_empty2(kVec0);
+    ptx::mbarrier_arrive_expect(vec_full, kVecFloats * 4);
+    ptx::bulk_load(w.s_vec(), p.vec + (slot * heads + head) * kVecFloats, kVecFloats * 4, vec_full);
+    const uint32_t d_o = w.s_token(1), delta = w.s_token(2);
+    w.n++;
+    w.wait_empty2(kToken0);  // tiles of the head before
+    ptx::mbarrier_arrive_expect(full, 2 * kTile);
+    load_rows_tile(p, it, d_o, &maps.d_o, head, full);
+    ptx::bulk_load(delta, p.delta + at * kTile, kTile, full);
+    if (++g == p.group) {
+      g = 0;
+      more = it.next(p);
+    }
+    if (more) load_first();
+  }
 }
 
 // <S, dS+> of a head: the two tiles lie alike, so their layout does not matter. By mma.sync, whose operands are the words as they
@@ -83,24 +98,8 @@ struct GateRule {
 };
 
 template <typename T>
-__device__ __forceinline__ void finish_role(const Params& p, const Maps& maps, Lane w) {
-  uint32_t items = 0;  // loaded
-  auto load_kq = [&](const Item& it) {
-    if (w.lane == 0) {
-      ptx::mbarrier_wait(w.empty(kKq), items % 2 ^ 1);
-      ptx::mbarrier_arrive_expect(w.full(kKq), 2 * kTile);
-      load_rows_tile(p, it, w.s_k(), &maps.k, it.k_head(p), w.full(kKq));
-      load_rows_tile(p, it, w.s_q(), &maps.q, it.k_head(p), w.full(kKq));
-    }
-    __syncwarp();
-    items++;
-  };
-  Item it(p);
-  if (!it.next(p)) return;
-  load_kq(it);
-  Item ahead = it;
-  for (bool more = true; more; it = ahead) {
-    more = ahead.next(p);
+__device__ __forceinline__ void finish_role(const Params& p, Lane w) {
+  for (ForeseenItem it(p); it.next(p);)
     for (int g = 0; g < p.group; g++, w.n++) {
       forget(w.lane);
       w.wait_full2(kVec0);
@@ -115,7 +114,6 @@ __device__ __forceinline__ void finish_role(const Params& p, const Maps& maps, L
       for (int sums = kXquery; sums <= kXkey; sums += kSumFloats) gather_sums(w.s_part() + sums * 4, beta, w.lane, dg, db);
       w.arrive(w.empty(kPart0 + w.n % 2));
       w.arrive(w.empty(kVec0 + w.n % 2));
-      if (more && g + 1 == p.group) load_kq(ahead);
       // (B11) suffix sums of a, exclusive prefix sums of e = beta e'
       const float a0 = aq.x + ak.x, a1 = aq.y + ak.y, e0 = beta.x * e.x, e1 = beta.y * e.y;
       const float after = __shfl_down_sync(~0u, warp_suffix_sum(a0 + a1, w.lane), 1);
@@ -159,7 +157,6 @@ __device__ __forceinline__ void finish_role(const Params& p, const Maps& maps, L
           *reinterpret_cast<float2*>(p.gate_partials + (int64_t(it.slot(p)) * heads + head) * 2) = make_float2(da, dbias);
       }
     }
-  }
 }
 
 }  // namespace qla::cuda::chunk_grads

@@ -8,8 +8,8 @@
 namespace qla::cuda::chunk_grads {
 
 // K, Q of the item are there; rows past the end become zero. 256 threads.
-__device__ __forceinline__ void wait_kq(const Lane& w, uint32_t items, uint32_t mine, const Item& it, int thread) {
-  ptx::mbarrier_wait(w.full(kKq), items % 2);
+__device__ __forceinline__ void wait_kq(const Lane& w, uint32_t item, uint32_t mine, const Item& it, int thread) {
+  ptx::mbarrier_wait(w.full(kKq0 + item % 2), item / 2 % 2);
   if (it.rows < kRows) {
     zero_rows(mine, it.rows, thread);
     ptx::named_sync(1, 256);
@@ -19,10 +19,11 @@ __device__ __forceinline__ void wait_kq(const Lane& w, uint32_t items, uint32_t 
 // Both product roles, in one code: what differs is where things lie and that the key role has a second snapshot and a second
 // product at the end. Two bodies, one for each, run a quarter slower: the instruction cache does not hold both.
 template <typename T>
-__device__ __forceinline__ void product_role(const Params& p, Lane w, const bool key) {
-  const uint32_t s_m = w.base + offsetof(Smem, m), s_x = w.base + offsetof(Smem, x), s_k = w.s_k(), s_q = w.s_q();
-  const uint32_t s_rows = key ? s_k : s_q;
-  for (ForeseenItem it(p); it.next(p);) {
+__device__ __forceinline__ void product_role(const Params& p, const Maps& maps, Lane w, const bool key) {
+  const uint32_t s_m = w.base + offsetof(Smem, m), s_x = w.base + offsetof(Smem, x);
+  uint32_t item = 0;
+  for (ForeseenItem it(p); it.next(p); item++) {
+    const uint32_t s_k = w.s_k(item), s_q = s_k + kTile, s_rows = key ? s_k : s_q;
     float sum[64], norm[2];  // dQ or dK, and rq or rk of this lane's rows
     float products[32];      // Q K^T or K K^T, the same for all value heads
 #pragma unroll
@@ -30,7 +31,7 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
     for (int head = 0; head < p.group; head++, w.n++) {
       forget(w.lane);  // addresses and masks are made anew for every head: kept, they would cost registers
       const int row = 16 * w.warp + w.lane / 4, thread = 32 * w.warp + w.lane;
-      const uint32_t vec = w.s_vec(), part = w.s_part(), s_delta = w.s_token(), s_left = s_delta + (key ? 2 : 1) * kTile;
+      const uint32_t vec = w.s_vec(), part = w.s_part(), s_delta = w.s_token(2), s_left = w.s_token(key ? 0 : 1);
       w.wait_full2(kToken0);
       if (it.rows < kRows) {
         zero_rows(s_left, it.rows, thread);
@@ -45,7 +46,7 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
         const Pair pair = pass ? kDState0 : kState0;
         product_snapshot<T>(h1, pass ? s_delta : s_left, pass ? w.s_d_state(0) : w.s_state(0), 1, w, pair, false);
         if (pass == 0) {
-          if (head == 0) wait_kq(w, w.n / uint32_t(p.group), s_rows, it, thread);
+          if (head == 0) wait_kq(w, item, s_rows, it, thread);
           w.wait_full2(kVec0);
           w.wait_empty2(kPart0);
         }
@@ -80,6 +81,10 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
         ptx::wgmma_fence();
         product_tokens<T>(products, s_rows, s_k);
         ptx::wgmma_commit();
+        if (thread == 0 && item > 0) {  // dQ, dK of the item before have left its K and Q
+          ptx::bulk_wait_read();
+          ptx::mbarrier_arrive(w.empty(kKq0 + (item - 1) % 2));
+        }
         ptx::wgmma_wait();
       }
       const float sign = key ? -1.f : p.scale, factor[2] = {sign * norm[0], sign * norm[1]};
@@ -110,9 +115,19 @@ __device__ __forceinline__ void product_role(const Params& p, Lane w, const bool
     }
     forget(w.lane);
     if (p.qk_norm) unnormalise<T>(sum, s_rows, norm, w.warp, w.lane);
-    w.arrive(w.empty(kKq));
-    store_rows(key ? p.dk : p.dq, it.token, it.rows, it.k_head(p), p.tokens, sum, w.warp, w.lane);
+    const GradView& out = key ? p.dk : p.dq;
+    if (it.rows == kRows && out.bulk) {
+      ptx::named_sync(1, 256);  // K and Q of the item are no longer read: dQ, dK take their places
+      stage_rows<T>(sum, s_rows, w.warp, w.lane);
+      ptx::proxy_fence();
+      ptx::named_sync(2 + key, 128);
+      if (w.warp == 0 && w.lane == 0) store_rows_tile(p, it, key ? &maps.dk : &maps.dq, it.k_head(p), s_rows);
+    } else {
+      store_rows(out, it.token, it.rows, it.k_head(p), p.tokens, sum, w.warp, w.lane);
+      ptx::named_sync(1, 256);
+    }
   }
+  if (w.warp == 0 && w.lane == 0) ptx::bulk_wait();
 }
 
 }  // namespace qla::cuda::chunk_grads
