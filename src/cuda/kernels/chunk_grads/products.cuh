@@ -11,8 +11,11 @@
 
 namespace qla::cuda::chunk_grads {
 
-// the compiler no longer knows what it computed from x
-__device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
+// the compiler no longer knows what it computed from a lane's number
+__device__ __forceinline__ void forget(int& lane) {
+  asm volatile("" : "+r"(lane));
+  __builtin_assume(lane >= 0 && lane < 32);  // so that a division is a shift
+}
 
 // Addresses of this lane for x4 ldmatrix / stmatrix of the 16 x 16 blocks of rows row0 .. of a tile in 64-column panels,
 // registers in the order of a left operand; block k is 16 columns further: the swizzle xors the same bits in all of them.
@@ -32,6 +35,7 @@ struct BlockColumn {
 
 // rows .. 63 of a token-major 64 x 128 tile become zero: beyond a sequence's end memory holds anything, and 0 x NaN is NaN
 __device__ __forceinline__ void zero_rows(uint32_t tile, int rows, int thread) {
+#pragma unroll 1  // seldom run: nothing of it is to be prepared outside
   for (int i = rows * 8 + thread; i < kRows * 8; i += 128) {
     ptx::sts4u(tile + i * 16, 0, 0, 0, 0);
     ptx::sts4u(tile + kTile / 2 + i * 16, 0, 0, 0, 0);
@@ -80,7 +84,7 @@ __device__ __forceinline__ void product_snapshot(float (&h)[32], uint32_t left, 
     const uint64_t a = k_major(left + half * (kTile / 2)), b = mn_major(snapshot + half * kTile + panel * (kTile / 2));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++) ptx::wgmma_ss<T, 1>(h, advance(a, k * 32), advance(b, k * 2048), half + k ? 1 : overwrite);
+    for (int k = 0; k < 4; k++) ptx::wgmma_ss<T, 1>(h, a + bytes(k * 32), b + bytes(k * 2048), half + k ? 1 : overwrite);
   }
   ptx::wgmma_commit();
 }
@@ -89,13 +93,13 @@ template <typename T>
 __device__ __forceinline__ void product_square(float (&acc)[64], uint32_t square, uint32_t tile) {
   const uint64_t a = k_major(square), b = mn_major(tile);
 #pragma unroll
-  for (int k = 0; k < 4; k++) ptx::wgmma_ss<T, 1>(acc, advance(a, k * 32), advance(b, k * 2048), 1);
+  for (int k = 0; k < 4; k++) ptx::wgmma_ss<T, 1>(acc, a + bytes(k * 32), b + bytes(k * 2048), 1);
 }
 template <typename T>
 __device__ __forceinline__ void product_square_transposed(float (&acc)[64], uint32_t square, uint32_t tile) {
   const uint64_t a = mn_major(square), b = mn_major(tile);
 #pragma unroll
-  for (int k = 0; k < 4; k++) ptx::wgmma_mn<T>(acc, advance(a, k * 2048), advance(b, k * 2048));
+  for (int k = 0; k < 4; k++) ptx::wgmma_mn<T>(acc, a + bytes(k * 2048), b + bytes(k * 2048));
 }
 
 // sum += factor x h, dot += <tile row, h>, for 64 features from 64 panel on
