@@ -64,9 +64,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     product_role<T>(p, maps, w, __any_sync(~0u, warp >= 4));
   } else {
     ptx::setmaxnreg_dec<kRegsAux>();
-    if (warp == 10) {
+    if (warp == 11) {
       if (w.lane == 0) load_role(p, maps, w);
-    } else if (warp == 11) {
+    } else if (warp == 10) {
       finish_role<T>(p, w);
     } else {
       w.warp = warp - 8;

@@ -102,25 +102,27 @@ __device__ __forceinline__ void product_square_transposed(float (&acc)[64], uint
   for (int k = 0; k < 4; k++) ptx::wgmma_mn<T>(acc, a + bytes(k * 2048), b + bytes(k * 2048));
 }
 
-// sum += factor x h, dot += <tile row, h>, for 64 features from 64 panel on
+// a lane's words of 64 columns of rows 16 warp .. of a tile, in the order of accumulators
+struct RowWords {
+  uint32_t x[16];
+  __device__ __forceinline__ RowWords(const BlockRow& rows, int panel) {
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++)
+      ptx::ldmatrix_x4(rows.block(4 * panel + kk), x[4 * kk], x[4 * kk + 1], x[4 * kk + 2], x[4 * kk + 3]);
+  }
+};
+// sum += factor x h, dot += <row, h>, for 64 features from 64 panel on
 template <typename T>
-__device__ __forceinline__ void absorb(float (&sum)[64], const float (&h)[32], int panel, const float (&factor)[2], uint32_t tile,
-                                       int warp, int lane, float (&dot)[2]) {
-  forget(lane);
-  const BlockRow rows(tile, 16 * warp, lane);
+__device__ __forceinline__ void absorb(float (&sum)[64], const float (&h)[32], int panel, const float (&factor)[2],
+                                       const RowWords& words, float (&dot)[2]) {
 #pragma unroll
-  for (int kk = 0; kk < 4; kk++) {
-    uint32_t f[4];
-    ptx::ldmatrix_x4(rows.block(4 * panel + kk), f[0], f[1], f[2], f[3]);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 x = unpack<T>(f[i]);
-      const int at = 8 * kk + 2 * i, row = i % 2;
-      dot[row] += x.x * h[at];
-      dot[row] += x.y * h[at + 1];
-      sum[32 * panel + at] += factor[row] * h[at];
-      sum[32 * panel + at + 1] += factor[row] * h[at + 1];
-    }
+  for (int i = 0; i < 16; i++) {
+    const float2 x = unpack<T>(words.x[i]);
+    const int at = 2 * i, row = i % 2;
+    dot[row] += x.x * h[at];
+    dot[row] += x.y * h[at + 1];
+    sum[32 * panel + at] += factor[row] * h[at];
+    sum[32 * panel + at + 1] += factor[row] * h[at + 1];
   }
 }
 // 64 x 128 sums as 16-bit rows in a tile

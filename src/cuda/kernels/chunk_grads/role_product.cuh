@@ -21,11 +21,22 @@ __device__ __forceinline__ void wait_kq(const Lane& w, uint32_t item, uint32_t m
 template <typename T>
 __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, Lane w, const bool key) {
   const uint32_t s_m = w.base + offsetof(Smem, m), s_x = w.base + offsetof(Smem, x);
-  uint32_t item = 0;
-  for (ForeseenItem it(p); it.next(p); item++) {
+  ForeseenItem it(p);
+  bool more = it.next(p);
+  if (!more) return;
+  float products[32];  // Q K^T or K K^T, the same for all value heads of an item
+  auto next_products = [&](uint32_t item) {
+    const uint32_t s_k = w.s_k(item), s_rows = s_k + (key ? 0 : kTile);
+    if (more) wait_kq(w, item, s_rows, it, 32 * w.warp + w.lane);
+    ptx::wgmma_fence();
+    product_tokens<T>(products, s_rows, s_k);
+    ptx::wgmma_commit();
+  };
+  next_products(0);
+  ptx::wgmma_wait();
+  for (uint32_t item = 0; more; item++) {
     const uint32_t s_k = w.s_k(item), s_q = s_k + kTile, s_rows = key ? s_k : s_q;
     float sum[64], norm[2];  // dQ or dK, and rq or rk of this lane's rows
-    float products[32];      // Q K^T or K K^T, the same for all value heads
 #pragma unroll
     for (int i = 0; i < 64; i++) sum[i] = 0.f;
     for (int head = 0; head < p.group; head++, w.n++) {
@@ -46,7 +57,6 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
         const Pair pair = pass ? kDState0 : kState0;
         product_snapshot<T>(h1, pass ? s_delta : s_left, pass ? w.s_d_state(0) : w.s_state(0), 1, w, pair, false);
         if (pass == 0) {
-          if (head == 0) wait_kq(w, item, s_rows, it, thread);
           w.wait_full2(kVec0);
           w.wait_empty2(kPart0);
         }
@@ -54,8 +64,11 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
         load_rows(factor, vec, pass ? kVecE : key ? kVecK : kVecQ, row);
         load_rows(norm, vec, key ? kVecRk : kVecRq, row);
         if (key && pass == 0) factor[0] = -factor[0], factor[1] = -factor[1];
+        forget(w.lane);
+        const BlockRow own(s_rows, 16 * w.warp, w.lane);
+        const RowWords left(own, 0);
         ptx::wgmma_wait<1>();
-        absorb<T>(sum, h0, 0, factor, s_rows, w.warp, w.lane, dot);  // (B8), (B9)
+        absorb<T>(sum, h0, 0, factor, left, dot);  // (B8), (B9)
         if (pass < int(key)) {
           product_snapshot<T>(h0, s_delta, w.s_d_state(0), 0, w, kDState0, true);
         } else {
@@ -63,10 +76,11 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
           product_tokens<T>(h0, s_left, s_delta);
           ptx::wgmma_commit();
         }
+        const RowWords right(own, 1);
         ptx::wgmma_wait<1>();
         w.arrive(w.empty(pair));
         w.arrive(w.empty(pair + 1));
-        absorb<T>(sum, h1, 1, factor, s_rows, w.warp, w.lane, dot);
+        absorb<T>(sum, h1, 1, factor, right, dot);
         if (pass) {  // (B10) e' has no beta in it
           load_rows(factor, vec, kVecG, row);
           const float g_last = ptx::lds(vec + (kVecG + 63) * 4);
@@ -76,22 +90,15 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
         store_row_sums(part + (pass ? kXe : key ? kXaK : kXaQ) * 4, factor[0] * dot[0], factor[1] * dot[1], row, w.lane);
         ptx::wgmma_wait();  // none is in flight where the loop closes
       }
-      float(&scored)[32] = h0;
-      if (head == 0) {
-        ptx::wgmma_fence();
-        product_tokens<T>(products, s_rows, s_k);
-        ptx::wgmma_commit();
-        if (thread == 0 && item > 0) {  // dQ, dK of the item before have left its K and Q
-          ptx::bulk_wait_read();
-          ptx::mbarrier_arrive(w.empty(kKq0 + (item - 1) % 2));
-        }
-        ptx::wgmma_wait();
-      }
       const float sign = key ? -1.f : p.scale, factor[2] = {sign * norm[0], sign * norm[1]};
+      if (thread == 0 && head == 0 && item > 0) {  // dQ, dK of the item before have left its K and Q
+        ptx::bulk_wait_read();
+        ptx::mbarrier_arrive(w.empty(kKq0 + (item - 1) % 2));
+      }
       w.arrive(w.empty(kToken0 + w.n % 2));
       forget(w.lane);
       w.wait_empty(kM);  // M and X of the head before have been multiplied
-      scores<T>(scored, products, vec, factor, w.warp, w.lane, key, key ? s_x : s_m, part + (key ? kXkey : kXquery) * 4);
+      scores<T>(h0, products, vec, factor, w.warp, w.lane, key, key ? s_x : s_m, part + (key ? kXkey : kXquery) * 4);
       ptx::proxy_fence();
       w.arrive(w.full(key ? kX : kM));
       w.arrive(w.full(kPart0 + w.n % 2));
@@ -115,17 +122,20 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
     }
     forget(w.lane);
     if (p.qk_norm) unnormalise<T>(sum, s_rows, norm, w.warp, w.lane);
+    const Item done = it;
+    more = it.next(p);
+    next_products(item + 1);  // of nothing in particular behind the last item
     const GradView& out = key ? p.dk : p.dq;
-    if (it.rows == kRows && out.bulk) {
-      ptx::named_sync(1, 256);  // K and Q of the item are no longer read: dQ, dK take their places
+    ptx::named_sync(1, 256);  // K and Q of the item are no longer read: dQ, dK take their places
+    if (done.rows == kRows && out.bulk) {
       stage_rows<T>(sum, s_rows, w.warp, w.lane);
       ptx::proxy_fence();
       ptx::named_sync(2 + key, 128);
-      if (w.warp == 0 && w.lane == 0) store_rows_tile(p, it, key ? &maps.dk : &maps.dq, it.k_head(p), s_rows);
+      if (w.warp == 0 && w.lane == 0) store_rows_tile(p, done, key ? &maps.dk : &maps.dq, done.k_head(p), s_rows);
     } else {
-      store_rows(out, it.token, it.rows, it.k_head(p), p.tokens, sum, w.warp, w.lane);
-      ptx::named_sync(1, 256);
+      store_rows(out, done.token, done.rows, done.k_head(p), p.tokens, sum, w.warp, w.lane);
     }
+    ptx::wgmma_wait();
   }
   if (w.warp == 0 && w.lane == 0) ptx::bulk_wait();
 }
