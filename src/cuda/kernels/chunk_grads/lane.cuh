@@ -21,14 +21,15 @@ struct alignas(1024) Smem {
   uint8_t x[kRows * kRows * 2];
   float vec[kVecStages][kVecFloats];
   float part[kPartStages][kPartFloats];
-  uint64_t full[16], empty[16];  // by Pair
+  uint64_t full[20], empty[20];  // by Pair
 };
 static_assert(sizeof(Smem) <= 227 * 1024, "shared memory");
 
 // Barrier pairs, and the one counter that says where every ring is: n, value heads done so far. Stages used once a head (vec,
-// part) alternate: stage n % 2, parity n / 2 % 2; so do the barriers of the tokens' tiles 3 n .. 3 n + 2 (modulo 4). Both stages
+// part) alternate: stage n % 2, parity n / 2 % 2; so do the barriers of the tokens' tiles 3 n .. 3 n + 2 (modulo 4), of which the first
+// comes by itself (kFirst) and all are left together (kToken). Both stages
 // of state and d_state are used by every head, m is single: parity n % 2. Fewer registers than a ring each. K, Q go by items.
-enum Pair { kToken0, kToken1, kVec0, kVec1, kPart0, kPart1, kState0, kState1, kDState0, kDState1, kM, kX, kKq0, kKq1, kPairs };
+enum Pair { kFirst0, kFirst1, kToken0, kToken1, kVec0, kVec1, kPart0, kPart1, kState0, kState1, kDState0, kDState1, kM, kX, kKq0, kKq1, kPairs };
 static_assert(kKqStages == 2 && kTokenTiles == 4 && kSnapshotStages == 2 && kVecStages == 2 && kPartStages == 2, "see Pair");
 
 struct Maps {
@@ -126,7 +127,6 @@ __device__ __forceinline__ void init_barriers(const Lane& w) {
   constexpr int kQuery = 4, kKey = 4, kFinish = 1, kDot = 2;  // warps
   for (int i = 0; i < kPairs; i++) {
     int full = 1, empty = kQuery + kKey;
-    if (i == kToken0 || i == kToken1) full = 2;  // the first tile of a head is asked for before the others
     if (i == kKq0 || i == kKq1) empty = 2;       // the threads that store dQ and dK
     if (i == kVec0 || i == kVec1) empty = kQuery + kKey + kFinish;
     if (i == kPart0 || i == kPart1) full = kQuery + kKey + kDot, empty = kFinish;

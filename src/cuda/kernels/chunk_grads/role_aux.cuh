@@ -16,7 +16,7 @@ __device__ __forceinline__ void load_role(const Params& p, const Maps& maps, Lan
   bool more = it.next(p);
   int g = 0;
   auto load_first = [&] {  // of the head w.n
-    const uint32_t full = w.full(kToken0 + w.n % 2);
+    const uint32_t full = w.full(kFirst0 + w.n % 2);
     ptx::mbarrier_arrive_expect(full, kTile);
     load_rows_tile(p, it, w.s_token(0), &maps.d_v, it.k_head(p) * p.group + g, full);
     if (g != 0) return;

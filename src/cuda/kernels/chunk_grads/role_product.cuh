@@ -43,7 +43,7 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
       forget(w.lane);  // addresses and masks are made anew for every head: kept, they would cost registers
       const int row = 16 * w.warp + w.lane / 4, thread = 32 * w.warp + w.lane;
       const uint32_t vec = w.s_vec(), part = w.s_part(), s_delta = w.s_token(2), s_left = w.s_token(key ? 0 : 1);
-      w.wait_full2(kToken0);
+      w.wait_full2(key ? kFirst0 : kToken0);
       if (it.rows < kRows) {
         zero_rows(s_left, it.rows, thread);
         ptx::named_sync(2 + key, 128);
@@ -57,6 +57,7 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
         const Pair pair = pass ? kDState0 : kState0;
         product_snapshot<T>(h1, pass ? s_delta : s_left, pass ? w.s_d_state(0) : w.s_state(0), 1, w, pair, false);
         if (pass == 0) {
+          w.wait_full2(kToken0);
           w.wait_full2(kVec0);
           w.wait_empty2(kPart0);
         }
