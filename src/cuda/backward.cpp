@@ -314,7 +314,8 @@ void run_chunk_grads(const Run& r, int64_t first, int64_t end, bool pad) {
   a.beta_max = flags & QLA_FLAG_NEG_EIGVAL ? 2.f : 1.f;
   a.gate_partials = r.b.gate_partials;
   if (pad) a.padding = padding_args(r);
-  check_cuda(chunk_grads::launch(r.k, r.q, r.d_o, r.dv, r.dq, r.dk, a, r.p.dtype, r.device.multiprocessors, r.stream), "chunk_grads");
+  check_cuda(chunk_grads::launch(r.k, r.q, r.d_o, r.dv, r.dq, r.dk, a, r.p.dtype, r.device.multiprocessors, r.stream),
+             "chunk_grads");
 }
 
 void finish(const Run& r, const BackwardNeeds& needs) {

@@ -388,6 +388,12 @@ int main(int argc, char** argv) {
     cases.push_back(c);
   }
   {
+    Case c{"growth and decay", {130}};
+    c.g_low = -2;
+    c.g_high = 2;
+    cases.push_back(c);
+  }
+  {
     Case c{"correlated keys", {128}};
     c.correlated = 0.03;
     c.beta_low = 0.9;

@@ -6,10 +6,11 @@
 
 namespace qla::cuda::ptx {
 
-#define QLA_WGMMA_MN128(TYPE)                                                                                      \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" QLA_WGMMA_D128 "}, "              \
-               "%64, %65, 1, 1, 1, 1, 1;"                                                                          \
-               : QLA_WGMMA_OUT128(d)                                                                               \
+#define QLA_WGMMA_MN128(TYPE)                                                                   \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" QLA_WGMMA_D128 \
+               "}, "                                                                            \
+               "%64, %65, 1, 1, 1, 1, 1;"                                                       \
+               : QLA_WGMMA_OUT128(d)                                                            \
                : "l"(a), "l"(b))
 // D += A B
 template <typename T>

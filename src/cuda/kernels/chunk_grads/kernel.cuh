@@ -4,38 +4,40 @@
 //   factors; dq, dk of the raw rows: u - r^2 x <x, u>, where u = r * (gradient of the normalised row), once at the store.
 //
 // clang-format off
-// Roles      warps  regs  owns                       per value head
-//   query    0-3    224   dQ 64 x 128 fp32           dQ += q_scale (dO S^T), a_i of q; J, Q K^T, scores -> M = dP with norms;
-//                                                    dQ += M K
-//   key      4-7    224   dK 64 x 128 fp32           dK += -k_scale (dR S^T) + e_scale (Delta dS+^T), a_i, e'_i of k; Z, K K^T,
-//                                                    scores -> X; dK += (X + X^T) K + M^T Q
+// Roles      warps  regs  owns                       per value head (Q K^T | K K^T once an item, kept in registers)
+//   query    0-3    224   dQ 64 x 128 fp32           dQ += q_scale (dO S^T), a_i of q; J, scores -> M = dP with norms; dQ += M K
+//   key      4-7    224   dK 64 x 128 fp32           dK += -k_scale (dR S^T) + e_scale (Delta dS+^T), a_i, e'_i of k; Z,
+//                                                    scores -> X + X^T; dK += (X + X^T) K + M^T Q
 //   dot      8-9    56    -                          <S, dS+>; beside the product warps that have the fewest blocks
-//   load     10     56    -                          issues all loads but K, Q
-//   finish   11     56    -                          (B11) and (B10) from the parts of the others, stores dg, dbeta; loads K, Q
-//                                                    of the next item
+//   finish   10     56    -                          (B11) and (B10) from the parts of the others, stores dg, dbeta
+//   load     11     56    -                          issues all loads, waits for places in the order in which they come free
+// All code of a head is meant to stay in the instruction cache (decision 0078): before adding to it, read there.
 //
 // Edges              from -> to                   count        guards
-//   kq               finish -> query, key         1 + tx / 8   s_kq: K, Q of an item
-//   token[2]         load -> query, key           1 + tx / 8   s_token[stage]: Delta, dO, dR of a value head
+//   kq[2]            load -> query, key           1 + tx / 2   s_kq[stage]: K, Q of an item; dQ, dK in them have left (one thread each)
+//   first[2]         load -> key                  1 + tx       dR of a head, asked for before the others (left with them)
+//   token[2]         load -> query, key           1 + tx / 8   dO, Delta of a head; all three tiles are left
 //   state[2]         load -> query, key, dot      1 + tx / 10  s_state[stage]: half of S
 //   d_state[2]       load -> key, dot             1 + tx / 6   s_d_state[stage]: half of dS+
 //   vec[2]           load -> query, key, finish   1 + tx / 9   s_vec[stage]
-//   m                query -> key                 4 / 4        s_m
+//   m                query -> query, key          4 / 8        s_m; left: s_x, too
+//   x                key -> key                   4 / -        s_x
 //   part[2]          query, key, dot -> finish    10 / 1       s_part[stage]
 //   (full count / empty count, in warps)
-//   named 1          query <-> key                256          rows of K, Q past the end are zeroed (tail chunks alone)
-//   named 2 / 3      query / key                  128          rows of dO / dR are zeroed; 3 also: X is written, X has been read
+//   named 1          query <-> key                256          rows of K, Q past the end are zeroed (tail chunks alone); K, Q have been read
+//   named 2 / 3      query / key                  128          rows of dO / dR are zeroed; dQ / dK lie in Q / K
 //
 // SMEM            KiB  stages    life: one value head unless said otherwise
-//   s_kq           32   1        K, Q panels (64 columns each): an item; the next item's products with S start without them
-//   s_token        96   2 x 48   Delta: J, Delta dS+^T, Z; dO: J, dO S^T; dR: dR S^T, Z. All free after Z; the next head's are there by then
+//   s_kq           64   2 x 32   K, Q panels (64 columns each): an item; then dK, dQ, until they have been copied out
+//   s_token        64   4 x 16   a ring: dR: dR S^T, Z; dO: dO S^T, J; Delta: J, Delta dS+^T, Z. Three are free after J and Z: for dO,
+//                                Delta of the next head and dR of the one after it
 //   s_state        32   2 x 16   S, v < 64 / v >= 64: dO S^T, dR S^T, dot
 //   s_d_state      32   2 x 16   dS+, the same: Delta dS+^T, dot
-//   s_m             8   1        M: query's scores -> key's M^T operand
-//   s_x             8   1        X: key's scores -> key's X^T operand
+//   s_m             8   1        M: query's scores -> left operand, and key's M^T; zero above the diagonal blocks
+//   s_x             8   1        X + X^T: key's scores -> left operand
 //   s_vec           4   2        gate vectors
-//   s_part         10   2        parts of dg, dbeta
-//   total         222   of 227
+//   s_part          8   2        parts of dg, dbeta
+//   total         220   of 227
 // clang-format on
 #pragma once
 

@@ -13,7 +13,7 @@
 namespace qla::cuda::chunk_grads {
 
 struct alignas(1024) Smem {
-  uint8_t kq[kKqStages][2][kTile];   // K, Q
+  uint8_t kq[kKqStages][2][kTile];    // K, Q
   uint8_t token[kTokenTiles][kTile];  // a ring; of a head: dR, dO, Delta
   uint8_t state[kSnapshotStages][kTile];
   uint8_t d_state[kSnapshotStages][kTile];
@@ -26,10 +26,28 @@ struct alignas(1024) Smem {
 static_assert(sizeof(Smem) <= 227 * 1024, "shared memory");
 
 // Barrier pairs, and the one counter that says where every ring is: n, value heads done so far. Stages used once a head (vec,
-// part) alternate: stage n % 2, parity n / 2 % 2; so do the barriers of the tokens' tiles 3 n .. 3 n + 2 (modulo 4), of which the first
-// comes by itself (kFirst) and all are left together (kToken). Both stages
-// of state and d_state are used by every head, m is single: parity n % 2. Fewer registers than a ring each. K, Q go by items.
-enum Pair { kFirst0, kFirst1, kToken0, kToken1, kVec0, kVec1, kPart0, kPart1, kState0, kState1, kDState0, kDState1, kM, kX, kKq0, kKq1, kPairs };
+// part) alternate: stage n % 2, parity n / 2 % 2; so do the barriers of the tokens' tiles 3 n .. 3 n + 2 (modulo 4), of which the
+// first comes by itself (kFirst) and all are left together (kToken). Both stages of state and d_state are used by every head, m
+// is single: parity n % 2. Fewer registers than a ring each. K, Q go by items.
+enum Pair {
+  kFirst0,
+  kFirst1,
+  kToken0,
+  kToken1,
+  kVec0,
+  kVec1,
+  kPart0,
+  kPart1,
+  kState0,
+  kState1,
+  kDState0,
+  kDState1,
+  kM,
+  kX,
+  kKq0,
+  kKq1,
+  kPairs
+};
 static_assert(kKqStages == 2 && kTokenTiles == 4 && kSnapshotStages == 2 && kVecStages == 2 && kPartStages == 2, "see Pair");
 
 struct Maps {
@@ -127,7 +145,7 @@ __device__ __forceinline__ void init_barriers(const Lane& w) {
   constexpr int kQuery = 4, kKey = 4, kFinish = 1, kDot = 2;  // warps
   for (int i = 0; i < kPairs; i++) {
     int full = 1, empty = kQuery + kKey;
-    if (i == kKq0 || i == kKq1) empty = 2;       // the threads that store dQ and dK
+    if (i == kKq0 || i == kKq1) empty = 2;  // the threads that store dQ and dK
     if (i == kVec0 || i == kVec1) empty = kQuery + kKey + kFinish;
     if (i == kPart0 || i == kPart1) full = kQuery + kKey + kDot, empty = kFinish;
     if (i == kState0 || i == kState1) empty = kQuery + kKey + kDot;

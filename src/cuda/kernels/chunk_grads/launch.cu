@@ -16,7 +16,8 @@ cudaError_t prepare() {
 }
 
 cudaError_t launch(const CUtensorMap& k, const CUtensorMap& q, const CUtensorMap& d_o, const CUtensorMap& d_v,
-                   const CUtensorMap& dq, const CUtensorMap& dk, const Params& params, int32_t dtype, int multiprocessors, cudaStream_t stream) {
+                   const CUtensorMap& dq, const CUtensorMap& dk, const Params& params, int32_t dtype, int multiprocessors,
+                   cudaStream_t stream) {
   const int64_t items = int64_t(params.num_slots) * params.num_k_heads;
   if (items == 0) return cudaSuccess;
   const Maps maps{k, q, d_o, d_v, dq, dk};

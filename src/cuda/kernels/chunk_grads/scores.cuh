@@ -2,9 +2,9 @@
 // and what the crossing sums of Y (B11) are made of. All sums fp32, additions only, in a fixed order.
 //
 // sum_{i>=t, j<t} Y_ij by 16 x 16 blocks, t in block b, warp w holding rows 16 w ..:
-//   blocks (w, kb) with kb < b < w lie whole inside: from their column sums; with w > b, kb = b: columns j < t of C_j = beta_j (column sum of
-//   Y' below the block); with w = b, kb < b: rows i >= t of the row sums; the diagonal block (b, b) itself: row prefixes, then
-//   column sums.
+//   blocks (w, kb) with kb < b < w lie whole inside: from their column sums; with w > b, kb = b: columns j < t of C_j = beta_j
+//   (column sum of Y' below the block); with w = b, kb < b: rows i >= t of the row sums; the diagonal block (b, b) itself: row
+//   prefixes, then column sums.
 // The finisher puts these together.
 #pragma once
 
@@ -97,8 +97,8 @@ __device__ __forceinline__ void scores(const float (&acc)[32], const float (&pai
   float columns[16];  // of Y', all blocks
 #pragma unroll
   for (int i = 0; i < 16; i++) columns[i] = 0.f;
-  // Off the diagonal block the gate has two factors: exp2(g_i - g_m) exp2(g_m - g_j), m the warp's first row. Log gates are not
-  // positive, so both are at most 1, and where one underflows the product does.
+  // Off the diagonal block the gate has two factors: exp2(g_i - g_m) exp2(g_m - g_j), m the warp's first row. Where gates are not
+  // positive both are at most 1, and where one underflows the product does; growth: docs/numerics.md, Gates.
   const float g_first = ptx::lds(vec + (kVecG + 16 * warp) * 4);
   const float r[2] = {row_factor[0] * exp2_approx(g_row[0] - g_first), row_factor[1] * exp2_approx(g_row[1] - g_first)};
 #pragma unroll
