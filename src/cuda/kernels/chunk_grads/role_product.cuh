@@ -55,12 +55,9 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
 #pragma unroll 1
       for (int pass = 0; pass <= int(key); pass++) {
         const Pair pair = pass ? kDState0 : kState0;
-        product_snapshot<T>(h1, pass ? s_delta : s_left, pass ? w.s_d_state(0) : w.s_state(0), 1, w, pair, false);
-        if (pass == 0) {
-          w.wait_full2(kToken0);
-          w.wait_full2(kVec0);
-          w.wait_empty2(kPart0);
-        }
+        // What is loaded here is loaded before the product is issued: behind its instructions a load from shared memory waits
+        // until the last of them has begun.
+        if (pass == 0) w.wait_full2(kVec0);
         float factor[2], dot[2] = {0.f, 0.f};
         load_rows(factor, vec, pass ? kVecE : key ? kVecK : kVecQ, row);
         load_rows(norm, vec, key ? kVecRk : kVecRq, row);
@@ -68,8 +65,14 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
         forget(w.lane);
         const BlockRow own(s_rows, 16 * w.warp, w.lane);
         const RowWords left(own, 0);
+        product_snapshot<T>(h1, pass ? s_delta : s_left, pass ? w.s_d_state(0) : w.s_state(0), 1, w, pair, false);
+        if (pass == 0) {
+          w.wait_full2(kToken0);
+          w.wait_empty2(kPart0);
+        }
         ptx::wgmma_wait<1>();
         absorb<T>(sum, h0, 0, factor, left, dot);  // (B8), (B9)
+        const RowWords right(own, 1);
         if (pass < int(key)) {
           product_snapshot<T>(h0, s_delta, w.s_d_state(0), 0, w, kDState0, true);
         } else {
@@ -77,7 +80,6 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
           product_tokens<T>(h0, s_left, s_delta);
           ptx::wgmma_commit();
         }
-        const RowWords right(own, 1);
         ptx::wgmma_wait<1>();
         w.arrive(w.empty(pair));
         w.arrive(w.empty(pair + 1));
