@@ -101,21 +101,21 @@ struct ForeseenItem : Item {
   }
 };
 
-// whole token tiles of a head from or to memory, by one thread
-__device__ __forceinline__ void load_rows_tile(const Params& p, const Item& it, uint32_t dst, const CUtensorMap* map, int head,
-                                               uint32_t bar) {
-  const int batch = int(uint32_t(it.token) / uint32_t(p.rows_per_batch)),
-            row = int(uint32_t(it.token) % uint32_t(p.rows_per_batch));
-  ptx::tensor_load_4d(dst, map, 0, head, row, batch, bar);
-  ptx::tensor_load_4d(dst + kTile / 2, map, 64, head, row, batch, bar);
-}
-__device__ __forceinline__ void store_rows_tile(const Params& p, const Item& it, const CUtensorMap* map, int head, uint32_t src) {
-  const int batch = int(uint32_t(it.token) / uint32_t(p.rows_per_batch)),
-            row = int(uint32_t(it.token) % uint32_t(p.rows_per_batch));
-  ptx::tensor_store_4d(map, 0, head, row, batch, src);
-  ptx::tensor_store_4d(map, 64, head, row, batch, src + kTile / 2);
-  ptx::bulk_commit();
-}
+// whole token tiles of a head from or to memory, by one thread; in loops, since code that runs seldom costs more to fetch
+struct Rows {
+  int row, batch;
+  __device__ __forceinline__ Rows(const Params& p, const Item& it)
+      : row(int(uint32_t(it.token) % uint32_t(p.rows_per_batch))), batch(int(uint32_t(it.token) / uint32_t(p.rows_per_batch))) {}
+  __device__ __forceinline__ void load(uint32_t dst, const CUtensorMap* map, int head, uint32_t bar) const {
+#pragma unroll 1
+    for (int column = 0; column < kDim; column += 64) ptx::tensor_load_4d(dst + column * 128, map, column, head, row, batch, bar);
+  }
+  __device__ __forceinline__ void store(const CUtensorMap* map, int head, uint32_t src) const {
+#pragma unroll 1
+    for (int column = 0; column < kDim; column += 64) ptx::tensor_store_4d(map, column, head, row, batch, src + column * 128);
+    ptx::bulk_commit();
+  }
+};
 
 // One warp's place.
 struct Lane {

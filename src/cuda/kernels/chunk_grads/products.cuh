@@ -43,15 +43,16 @@ __device__ __forceinline__ void zero_rows(uint32_t tile, int rows, int thread) {
   ptx::proxy_fence();
 }
 
-// Descriptors of one product from its tile's: those of another product from the same tile would be kept for it, and spill.
-__device__ __forceinline__ uint64_t k_major(uint32_t tile) {
+// Descriptors of one product from its tile's: those of another product from the same tile would be kept for it, and spill. A
+// tile's address has 18 bits, so nothing is to be masked, and shift and sum are one instruction.
+__device__ __forceinline__ uint64_t operand(uint32_t tile, uint32_t lbo) {
   asm volatile("" : "+r"(tile));
-  return descriptor_k_major(tile);
+  uint64_t d;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"((tile >> 4) + (lbo / 16 << 16)), "r"(uint32_t(descriptor(0, 0, 1024, 1) >> 32)));
+  return d;
 }
-__device__ __forceinline__ uint64_t mn_major(uint32_t tile) {
-  asm volatile("" : "+r"(tile));
-  return descriptor_mn_major(tile, kTile / 2);
-}
+__device__ __forceinline__ uint64_t k_major(uint32_t tile) { return operand(tile, 16); }
+__device__ __forceinline__ uint64_t mn_major(uint32_t tile) { return operand(tile, kTile / 2); }
 __device__ __forceinline__ constexpr uint64_t bytes(int n) { return uint64_t(n) / 16; }  // to add to a descriptor
 
 // 0 that the compiler does not know: a product that begins with it overwrites its accumulator, and takes its registers instead of

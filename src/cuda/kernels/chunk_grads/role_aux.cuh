@@ -11,48 +11,52 @@ namespace qla::cuda::chunk_grads {
 // One thread. Stages are waited for in the order in which the products leave them: S and dS+ of the head before, then its tokens,
 // which make room for two tiles of this head and one of the next. K and Q of the next item are asked for with that one.
 __device__ __forceinline__ void load_role(const Params& p, const Maps& maps, Lane w) {
+  const int heads = p.num_k_heads * p.group;
+  uint32_t item = 0;
+  // A turn is the rest of a head (not in the first turn) and the beginning of the next one.
+  int64_t at = -1;
+  int head = 0, g = 0;
   ForeseenItem it(p);
-  uint32_t items = 0;  // loaded
-  bool more = it.next(p);
-  int g = 0;
-  auto load_first = [&] {  // of the head w.n
+  if (!it.next(p)) return;
+  Rows rows(p, it);
+  while (true) {
+    if (at >= 0) {
+#pragma unroll 1
+      for (int i = 0; i < 4; i++) {  // kState0, kState1, kDState0, kDState1
+        const uint32_t full = w.full(kState0 + i);
+        w.wait_empty(kState0 + i);
+        ptx::mbarrier_arrive_expect(full, kTile);
+        ptx::bulk_load(w.s_state(0) + i * kTile, (i < 2 ? p.state : p.d_state) + (at * 2 + i % 2) * kTile, kTile, full);
+      }
+      const uint32_t stage = w.n % 2, vec_full = w.full(kVec0 + stage), full = w.full(kToken0 + stage);
+      w.wait_empty2(kVec0);
+      ptx::mbarrier_arrive_expect(vec_full, kVecFloats * 4);
+      ptx::bulk_load(w.s_vec(), p.vec + (int64_t(p.first_slot) * heads + at) * kVecFloats, kVecFloats * 4, vec_full);
+      const uint32_t d_o = w.s_token(1), delta = w.s_token(2);
+      w.n++;
+      w.wait_empty2(kToken0);  // tiles of the head before
+      ptx::mbarrier_arrive_expect(full, 2 * kTile);
+      rows.load(d_o, &maps.d_o, head, full);
+      ptx::bulk_load(delta, p.delta + at * kTile, kTile, full);
+      if (++g == p.group) {
+        if (!it.next(p)) return;
+        g = 0;
+        rows = Rows(p, it);
+      }
+    }
+    head = it.k_head(p) * p.group + g;
+    at = int64_t(it.slot(p) - p.first_slot) * heads + head;
     const uint32_t full = w.full(kFirst0 + w.n % 2);
     ptx::mbarrier_arrive_expect(full, kTile);
-    load_rows_tile(p, it, w.s_token(0), &maps.d_v, it.k_head(p) * p.group + g, full);
-    if (g != 0) return;
-    const uint32_t pair = kKq0 + items % 2, kq_full = w.full(pair);
-    ptx::mbarrier_wait(w.empty(pair), items / 2 % 2 ^ 1);
-    ptx::mbarrier_arrive_expect(kq_full, 2 * kTile);
-    load_rows_tile(p, it, w.s_k(items), &maps.k, it.k_head(p), kq_full);
-    load_rows_tile(p, it, w.s_k(items) + kTile, &maps.q, it.k_head(p), kq_full);
-    items++;
-  };
-  if (more) load_first();
-  while (more) {
-    const int head = it.k_head(p) * p.group + g, heads = p.num_k_heads * p.group;
-    const int64_t slot = it.slot(p), at = (slot - p.first_slot) * heads + head;
+    rows.load(w.s_token(0), &maps.d_v, head, full);
+    if (g == 0) {
+      const uint32_t pair = kKq0 + item % 2, kq_full = w.full(pair);
+      ptx::mbarrier_wait(w.empty(pair), item / 2 % 2 ^ 1);
+      ptx::mbarrier_arrive_expect(kq_full, 2 * kTile);
 #pragma unroll 1
-    for (int i = 0; i < 4; i++) {  // kState0, kState1, kDState0, kDState1
-      const uint32_t full = w.full(kState0 + i);
-      w.wait_empty(kState0 + i);
-      ptx::mbarrier_arrive_expect(full, kTile);
-      ptx::bulk_load(w.s_state(0) + i * kTile, (i < 2 ? p.state : p.d_state) + (at * 2 + i % 2) * kTile, kTile, full);
+      for (int i = 0; i < 2; i++) rows.load(w.s_k(item) + i * kTile, i ? &maps.q : &maps.k, it.k_head(p), kq_full);
+      item++;
     }
-    const uint32_t stage = w.n % 2, vec_full = w.full(kVec0 + stage), full = w.full(kToken0 + stage);
-    w.wait_empty2(kVec0);
-    ptx::mbarrier_arrive_expect(vec_full, kVecFloats * 4);
-    ptx::bulk_load(w.s_vec(), p.vec + (slot * heads + head) * kVecFloats, kVecFloats * 4, vec_full);
-    const uint32_t d_o = w.s_token(1), delta = w.s_token(2);
-    w.n++;
-    w.wait_empty2(kToken0);  // tiles of the head before
-    ptx::mbarrier_arrive_expect(full, 2 * kTile);
-    load_rows_tile(p, it, d_o, &maps.d_o, head, full);
-    ptx::bulk_load(delta, p.delta + at * kTile, kTile, full);
-    if (++g == p.group) {
-      g = 0;
-      more = it.next(p);
-    }
-    if (more) load_first();
   }
 }
 
@@ -65,11 +69,12 @@ __device__ __forceinline__ void dot_role(const Params& p, Lane w) {
   for (ForeseenItem it(p); it.next(p);)
     for (int head = 0; head < p.group; head++, w.n++) {
       float upper[4] = {0.f, 0.f, 0.f, 0.f}, lower[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
       for (int half = 0; half < 2; half++) {
         w.wait_full(kState0 + half);
         w.wait_full(kDState0 + half);
         const uint32_t at = (w.warp * 32 + w.lane) * 16, a = w.s_state(half) + at, b = w.s_d_state(half) + at;
-#pragma unroll 4
+#pragma unroll 2
         for (int i = 0; i < kTile; i += 1024) {
           const uint4 x = ptx::lds4u(a + i), y = ptx::lds4u(b + i);
           ptx::mma_m16n8k16<T>(upper, x.x, x.y, x.z, x.w, y.x, y.z);
@@ -99,7 +104,8 @@ struct GateRule {
 
 template <typename T>
 __device__ __forceinline__ void finish_role(const Params& p, Lane w) {
-  for (ForeseenItem it(p); it.next(p);)
+  for (ForeseenItem it(p); it.next(p);) {
+    const int64_t batch = uint32_t(it.token) / uint32_t(p.tokens), first = uint32_t(it.token) % uint32_t(p.tokens);
     for (int g = 0; g < p.group; g++, w.n++) {
       forget(w.lane);
       w.wait_full2(kVec0);
@@ -130,11 +136,10 @@ __device__ __forceinline__ void finish_role(const Params& p, Lane w) {
       for (int c = 0; c < 2; c++) {
         if (t + c >= it.rows) break;
         float d_gate = c ? dg[1] : dg[0], d_beta = c ? db[1] : db[0];
-        const int token = it.token + t + c;
-        const int64_t b = uint32_t(token) / uint32_t(p.tokens), row = uint32_t(token) % uint32_t(p.tokens);
+        const int64_t row = first + t + c;
         if (p.raw_gate.data != nullptr) {  // log gate = a softplus(x), x = raw + bias
           const float x =
-              load_scalar(p.raw_gate, b * p.raw_gate.stride_b + row * p.raw_gate.stride_t + head * p.raw_gate.stride_h) +
+              load_scalar(p.raw_gate, batch * p.raw_gate.stride_b + row * p.raw_gate.stride_t + head * p.raw_gate.stride_h) +
               rule.bias;
           const float softplus = x > 20.f ? x : log1pf(expf(x));
           share[0] += d_gate * rule.a * softplus;
@@ -143,13 +148,13 @@ __device__ __forceinline__ void finish_role(const Params& p, Lane w) {
         }
         if (p.beta_logits.data != nullptr) {  // beta = beta_max sigmoid(x)
           const float x = load_scalar(p.beta_logits,
-                                      b * p.beta_logits.stride_b + row * p.beta_logits.stride_t + head * p.beta_logits.stride_h);
+                                      batch * p.beta_logits.stride_b + row * p.beta_logits.stride_t + head * p.beta_logits.stride_h);
           const float near = expf(-fabsf(x));
           d_beta *= p.beta_max * near / ((1.f + near) * (1.f + near));
         }
-        if (p.dg.data != nullptr) store_scalar(p.dg, b * p.dg.stride_b + row * p.dg.stride_t + head * p.dg.stride_h, d_gate);
+        if (p.dg.data != nullptr) store_scalar(p.dg, batch * p.dg.stride_b + row * p.dg.stride_t + head * p.dg.stride_h, d_gate);
         if (p.dbeta.data != nullptr)
-          store_scalar(p.dbeta, b * p.dbeta.stride_b + row * p.dbeta.stride_t + head * p.dbeta.stride_h, d_beta);
+          store_scalar(p.dbeta, batch * p.dbeta.stride_b + row * p.dbeta.stride_t + head * p.dbeta.stride_h, d_beta);
       }
       if (p.gate_partials != nullptr) {
         const float da = warp_sum(share[0]), dbias = warp_sum(share[1]);
@@ -157,6 +162,7 @@ __device__ __forceinline__ void finish_role(const Params& p, Lane w) {
           *reinterpret_cast<float2*>(p.gate_partials + (int64_t(it.slot(p)) * heads + head) * 2) = make_float2(da, dbias);
       }
     }
+  }
 }
 
 }  // namespace qla::cuda::chunk_grads

@@ -134,7 +134,7 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
       stage_rows<T>(sum, s_rows, w.warp, w.lane);
       ptx::proxy_fence();
       ptx::named_sync(2 + key, 128);
-      if (w.warp == 0 && w.lane == 0) store_rows_tile(p, done, key ? &maps.dk : &maps.dq, done.k_head(p), s_rows);
+      if (w.warp == 0 && w.lane == 0) Rows(p, done).store(key ? &maps.dk : &maps.dq, done.k_head(p), s_rows);
     } else {
       store_rows(out, done.token, done.rows, done.k_head(p), p.tokens, sum, w.warp, w.lane);
     }
