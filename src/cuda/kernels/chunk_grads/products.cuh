@@ -106,7 +106,8 @@ __device__ __forceinline__ void product_square_transposed(float (&acc)[64], uint
 // a lane's words of 64 columns of rows 16 warp .. of a tile, in the order of accumulators
 struct RowWords {
   uint32_t x[16];
-  __device__ __forceinline__ RowWords(const BlockRow& rows, int panel) {
+  __device__ __forceinline__ RowWords(const BlockRow& rows, int panel) { load(rows, panel); }
+  __device__ __forceinline__ void load(const BlockRow& rows, int panel) {
 #pragma unroll
     for (int kk = 0; kk < 4; kk++)
       ptx::ldmatrix_x4(rows.block(4 * panel + kk), x[4 * kk], x[4 * kk + 1], x[4 * kk + 2], x[4 * kk + 3]);

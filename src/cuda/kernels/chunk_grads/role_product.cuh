@@ -51,28 +51,27 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
       // (B7) HQ | HK, then HE without its tail, then (B5) J | (B6) Z: each half of the features is absorbed under the next
       // product
       float h0[32], h1[32];
+      // What is loaded from shared memory is loaded before a product is issued: behind its instructions a load waits until the
+      // last of them has begun.
+      const BlockRow own(s_rows, 16 * w.warp, w.lane);
+      RowWords words(own, 0);
       product_snapshot<T>(h0, s_left, w.s_state(0), 0, w, kState0, true);
 #pragma unroll 1
       for (int pass = 0; pass <= int(key); pass++) {
         const Pair pair = pass ? kDState0 : kState0;
-        // What is loaded here is loaded before the product is issued: behind its instructions a load from shared memory waits
-        // until the last of them has begun.
         if (pass == 0) w.wait_full2(kVec0);
         float factor[2], dot[2] = {0.f, 0.f};
         load_rows(factor, vec, pass ? kVecE : key ? kVecK : kVecQ, row);
         load_rows(norm, vec, key ? kVecRk : kVecRq, row);
         if (key && pass == 0) factor[0] = -factor[0], factor[1] = -factor[1];
-        forget(w.lane);
-        const BlockRow own(s_rows, 16 * w.warp, w.lane);
-        const RowWords left(own, 0);
         product_snapshot<T>(h1, pass ? s_delta : s_left, pass ? w.s_d_state(0) : w.s_state(0), 1, w, pair, false);
         if (pass == 0) {
           w.wait_full2(kToken0);
           w.wait_empty2(kPart0);
         }
         ptx::wgmma_wait<1>();
-        absorb<T>(sum, h0, 0, factor, left, dot);  // (B8), (B9)
-        const RowWords right(own, 1);
+        absorb<T>(sum, h0, 0, factor, words, dot);  // (B8), (B9)
+        words.load(own, 1);
         if (pass < int(key)) {
           product_snapshot<T>(h0, s_delta, w.s_d_state(0), 0, w, kDState0, true);
         } else {
@@ -83,7 +82,8 @@ __device__ __forceinline__ void product_role(const Params& p, const Maps& maps, 
         ptx::wgmma_wait<1>();
         w.arrive(w.empty(pair));
         w.arrive(w.empty(pair + 1));
-        absorb<T>(sum, h1, 1, factor, right, dot);
+        absorb<T>(sum, h1, 1, factor, words, dot);
+        words.load(own, 0);
         if (pass) {  // (B10) e' has no beta in it
           load_rows(factor, vec, kVecG, row);
           const float g_last = ptx::lds(vec + (kVecG + 63) * 4);
