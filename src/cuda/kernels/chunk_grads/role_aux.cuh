@@ -147,8 +147,8 @@ __device__ __forceinline__ void finish_role(const Params& p, Lane w) {
           share[1] += d_gate;
         }
         if (p.beta_logits.data != nullptr) {  // beta = beta_max sigmoid(x)
-          const float x = load_scalar(p.beta_logits,
-                                      batch * p.beta_logits.stride_b + row * p.beta_logits.stride_t + head * p.beta_logits.stride_h);
+          const float x = load_scalar(
+              p.beta_logits, batch * p.beta_logits.stride_b + row * p.beta_logits.stride_t + head * p.beta_logits.stride_h);
           const float near = expf(-fabsf(x));
           d_beta *= p.beta_max * near / ((1.f + near) * (1.f + near));
         }
