@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "plan/hd.hpp"
 #include "qla/qla.h"
@@ -34,22 +35,33 @@ struct CutRule {
 };
 
 // Boundaries of one sequence: segment j owns chunks [j * segment_chunks, min((j + 1) * segment_chunks, chunks)).
-struct Cut {
-  int64_t chunks = 0, segment_chunks = 1, num_segments = 1;  // a sequence without chunks is one segment of none
+// Int: int64_t, or int32_t in kernels, which have no chunks beyond it and pay for 64 bits.
+template <typename Int>
+struct BasicCut {
+  Int chunks = 0, segment_chunks = 1, num_segments = 1;  // a sequence without chunks is one segment of none
 
-  QLA_HD int64_t begin(int64_t segment) const { return segment < num_segments ? segment * segment_chunks : chunks; }
+  QLA_HD Int begin(Int segment) const { return segment < num_segments ? segment * segment_chunks : chunks; }
 };
+using Cut = BasicCut<int64_t>;
 
-QLA_HD inline Cut make_cut(int64_t chunks, const CutRule& rule) {
-  Cut cut;
+template <typename Int>
+QLA_HD BasicCut<Int> make_basic_cut(Int chunks, const CutRule& rule) {
+  BasicCut<Int> cut;
   cut.chunks = chunks;
   cut.segment_chunks = chunks > 0 ? chunks : 1;
   if (rule.cuts(chunks)) {
-    cut.segment_chunks = rule.balance ? ceil_div(chunks, ceil_div(chunks, rule.segment_chunks)) : rule.segment_chunks;
-    cut.num_segments = ceil_div(chunks, cut.segment_chunks);
+    const Int most = static_cast<Int>(rule.segment_chunks);  // fewer than chunks
+    using Unsigned = std::make_unsigned_t<Int>;
+    const auto pieces_of = [&](Int length) {
+      return static_cast<Int>((static_cast<Unsigned>(chunks) + static_cast<Unsigned>(length) - 1) /
+                              static_cast<Unsigned>(length));
+    };
+    cut.segment_chunks = rule.balance ? pieces_of(pieces_of(most)) : most;
+    cut.num_segments = pieces_of(cut.segment_chunks);
   }
   return cut;
 }
+QLA_HD inline Cut make_cut(int64_t chunks, const CutRule& rule) { return make_basic_cut<int64_t>(chunks, rule); }
 
 struct Segment {
   int64_t first_chunk = 0, num_chunks = 0;  // owned: outputs are written for these
@@ -64,27 +76,45 @@ struct Segment {
   QLA_HD int64_t walked_chunks() const { return num_chunks + warmup_chunks; }
 };
 
-struct Start {
+template <typename Int>
+struct BasicStart {
   int32_t start;
-  int64_t warmup_chunks;
+  Int warmup_chunks;
 };
+using Start = BasicStart<int64_t>;
+
+inline constexpr int kLoadsAhead = 8;  // under way at once, for the device
+
+// value(0) + value(1) + ..., in this order
+template <typename Int, typename Value>
+QLA_HD float sum_in_order(Int count, Value value) {
+  float sum = 0.0f;
+  QLA_ONE_LOOP
+  for (Int first = 0; first < count; first += kLoadsAhead) {
+    float next[kLoadsAhead];
+    for (int i = 0; i < kLoadsAhead; ++i) next[i] = first + i < count ? value(first + i) : 0.0f;
+    for (int i = 0; i < kLoadsAhead; ++i)
+      if (first + i < count) sum += next[i];
+  }
+  return sum;
+}
 
 // (C4), (C5) at one boundary: `before` chunks lie before it in walking order, decay_back(n) is ghat of the n-th one back (1 = the
 // nearest), total is the sum over all of them, has_initial whether a state was given at the walk's start.
-template <typename DecayBack>
-QLA_HD Start start_at(int64_t before, float total, bool has_initial, const CutRule& rule, DecayBack decay_back) {
+template <typename Int, typename DecayBack>
+QLA_HD BasicStart<Int> start_at(Int before, float total, bool has_initial, const CutRule& rule, DecayBack decay_back) {
   const bool finite = total - total == 0.0f;  // NaN and inf are not
   if (!rule.exact && finite) {
     const bool initial_forgotten = !has_initial || total <= rule.threshold - kInitialMargin;
-    const int64_t most = before < rule.max_warmup_chunks ? before : rule.max_warmup_chunks;
-    const Start from_start{has_initial ? QLA_START_INITIAL : QLA_START_ZERO, before};  // right whatever the gate
-    if (!initial_forgotten) return before <= most ? from_start : Start{QLA_START_MERGED, 0};
+    const Int most = before < rule.max_warmup_chunks ? before : static_cast<Int>(rule.max_warmup_chunks);
+    const BasicStart<Int> from_start{has_initial ? QLA_START_INITIAL : QLA_START_ZERO, before};  // right whatever the gate
+    if (!initial_forgotten) return before <= most ? from_start : BasicStart<Int>{QLA_START_MERGED, 0};
     float sum = 0.0f;
-    constexpr int kAhead = 8;  // loads under way at once, for the device
-    for (int64_t first = 1; first <= most; first += kAhead) {
-      float next[kAhead];
-      for (int i = 0; i < kAhead; ++i) next[i] = first + i <= most ? decay_back(first + i) : 0.0f;
-      for (int i = 0; i < kAhead && first + i <= most; ++i) {
+    QLA_ONE_LOOP
+    for (Int first = 1; first <= most; first += kLoadsAhead) {
+      float next[kLoadsAhead];
+      for (int i = 0; i < kLoadsAhead; ++i) next[i] = first + i <= most ? decay_back(first + i) : 0.0f;
+      for (int i = 0; i < kLoadsAhead && first + i <= most; ++i) {
         if (first + i == before) return from_start;
         sum += next[i];
         if (sum <= rule.threshold) return {QLA_START_WARMUP, first + i};
@@ -95,18 +125,10 @@ QLA_HD Start start_at(int64_t before, float total, bool has_initial, const CutRu
 }
 
 // Sum of ghat over one segment of the cut. Sums of several segments are sums of these, in every backend.
-template <typename Decay>
-QLA_HD float segment_decay(const Cut& cut, int64_t segment, Decay decay) {
-  const int64_t begin = cut.begin(segment), end = cut.begin(segment + 1);
-  constexpr int kAhead = 8;  // loads under way at once, for the device; the order of the sum stays
-  float sum = 0.0f;
-  for (int64_t first = begin; first < end; first += kAhead) {
-    float next[kAhead];
-    for (int i = 0; i < kAhead; ++i) next[i] = first + i < end ? decay(first + i) : 0.0f;
-    for (int i = 0; i < kAhead; ++i)
-      if (first + i < end) sum += next[i];
-  }
-  return sum;
+template <typename Int, typename Decay>
+QLA_HD float segment_decay(const BasicCut<Int>& cut, Int segment, Decay decay) {
+  const Int begin = cut.begin(segment);
+  return sum_in_order(cut.begin(segment + 1) - begin, [&](Int c) { return decay(begin + c); });
 }
 
 // Calls emit(const Segment&) in walking order: token order, or from the last segment down with reverse (the reverse pass, (C3)).

@@ -10,6 +10,7 @@
 #include "cuda/kernels/plan_segments/cut.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "device/harness.hpp"
+#include "device/plan_timing.cuh"
 #include "plan/balance.hpp"
 #include "plan/forms.hpp"
 #include "plan/ranges.hpp"
@@ -255,28 +256,41 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
       if (entry > first_entry) want_chains.push_back({first_entry, entry - first_entry});
     }
   }
+  // Entries have gaps between heads; in order they are as the host counts them. Translate them by the chains.
+  std::vector<std::pair<int, int>> chains;
+  for (const MergeChain& c : t.chains) chains.push_back({c.first, c.count});
+  std::sort(chains.begin(), chains.end());
+  std::map<int, int> counted;  // entry -> the host's
+  bool chains_right = chains.size() == want_chains.size();
+  for (size_t i = 0; i < chains.size() && chains_right; i++) {
+    chains_right = chains[i].second == want_chains[i].second;
+    for (int j = 0; j < chains[i].second && chains_right; j++) counted[chains[i].first + j] = want_chains[i].first + j;
+  }
+  check(chains_right && int(counted.size()) == entry, name + ": chains");
+  const auto host_entry = [&](int e) { return counted.count(e) ? counted[e] : -1; };
+  bool same = true;
+  for (const auto& [e, host] : counted) same &= t.transitions[size_t(e)] == want_transitions[size_t(host)];
+  check(same, name + ": transitions");
   std::multiset<Key> got, got_pre;
   int64_t last_length = INT32_MAX, lengths_wrong = 0;
-  for (const WorkItem& i : t.items) {
+  for (WorkItem i : t.items) {
+    if (i.start == QLA_START_MERGED) i.start_index = host_entry(i.start_index);
     got.insert(key(i, true));
     bases &= i.chunk_base == chunk_base[i.sequence] && i.checkpoint_base == checkpoint_base[i.sequence];
     if (i.start == QLA_START_MERGED && p.rule.segment_chunks) continue;  // those come behind
     lengths_wrong += i.chunks > last_length + last_length / 4 + 1;
     last_length = i.chunks;
   }
-  for (const WorkItem& i : t.pre_items) got_pre.insert(key(i, true));
+  for (WorkItem i : t.pre_items) {
+    const int first = i.start == kStartIdentity ? int(states) : 0;
+    i.start_index = first + host_entry(i.start_index - first);
+    got_pre.insert(key(i, true));
+  }
   check_items(got, want, name + ": items of the main pass",
               "token, slot, chunks, warm-up, last rows, sequence, head, part, start, index, last, first");
   check(got_pre == want_pre, name + ": items of the pre-pass");
   check(bases, name + ": rows of snapshots and checkpoints");
   check(lengths_wrong == 0, name + ": longest first");
-  std::vector<std::pair<int, int>> chains;
-  for (const MergeChain& c : t.chains) chains.push_back({c.first, c.count});
-  std::sort(chains.begin(), chains.end());
-  check(chains == want_chains, name + ": chains");
-  bool same = true;
-  for (size_t i = 0; i < want_transitions.size(); i++) same &= t.transitions[i] == want_transitions[i];
-  check(same, name + ": transitions");
   bool table = true;
   for (int64_t s = 0; s < p.slots() && !fused; s++) {  // the fused form walks without it
     const auto found = records.find(s);
@@ -405,6 +419,7 @@ void balanced(const Problem& p, int shares, int ctas, const std::string& name) {
 int main(int argc, char** argv) {
   const bool quick = argc > 1 && std::string(argv[1]) == "quick";  // for sanitizers
   cuda_ok(segments::prepare(), "prepare");
+  if (argc > 1 && std::string(argv[1]) == "time") return time_planning(), 0;
   std::mt19937 rng(11);
   auto pick = [&](int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(rng); };
   auto boundaries = [&](std::vector<int64_t> lens, int64_t padding) {

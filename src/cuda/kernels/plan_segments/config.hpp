@@ -44,6 +44,7 @@ struct Args {
 
 inline constexpr int kThreads = 512;
 inline constexpr int kCachedSeqs = 1024;  // boundaries of so many sequences are searched in shared memory
+inline constexpr int kFewSequences = 32;  // with no more, a lane knows one each (few.cuh, cut_few.cuh)
 inline constexpr int kDirectSeqs = 32;    // with no more, and few items, chunk_intra makes the tables (boundaries.cuh)
 inline constexpr int kBuckets = 128;      // of lengths, four an octave
 

@@ -31,7 +31,7 @@ struct Job {
   __device__ __forceinline__ int32_t begin(int32_t segment) const {
     return segment < segments ? segment * segment_chunks : chunks;
   }
-  __device__ __forceinline__ qla::plan::Cut cut() const { return {chunks, segment_chunks, segments}; }
+  __device__ __forceinline__ qla::plan::BasicCut<int32_t> cut() const { return {chunks, segment_chunks, segments}; }
 };
 struct CutShared {
   int32_t bucket[2][kBuckets];  // merged starts: the second half
@@ -55,9 +55,9 @@ __device__ __forceinline__ Job job_at(const A& a, int32_t index) {
   job.last_rows = run.goes_on ? 64 : run.chunks ? int32_t(span.eos - job.bos - 64 * int64_t(run.chunks - 1)) : 0;
   job.slot = run.slot;
   job.first = run.first;
-  const qla::plan::Cut cut = qla::plan::make_cut(job.chunks, a.rule);
-  job.segment_chunks = int32_t(cut.segment_chunks);
-  job.segments = run.present ? int32_t(cut.num_segments) : 0;
+  const auto cut = qla::plan::make_basic_cut(job.chunks, a.rule);
+  job.segment_chunks = cut.segment_chunks;
+  job.segments = run.present ? cut.num_segments : 0;
   job.start = int16_t(run.continued() ? kStartCarried : start_of(a.plan, job.sequence));
   job.end = run.goes_on ? kCarry : kFinalState;
   return job;
@@ -168,8 +168,7 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
       const Job& job = s.jobs[j];
       const int32_t segment = u - s.first_unit[j];
       const float* mine = decay + int64_t(job.slot) * a.plan.num_v_heads + job.head;
-      units[u].sum =
-          qla::plan::segment_decay(job.cut(), segment, [&](int64_t c) { return mine[int32_t(c) * a.plan.num_v_heads]; });
+      units[u].sum = qla::plan::segment_decay(job.cut(), segment, [&](int32_t c) { return mine[c * a.plan.num_v_heads]; });
     }
     __syncthreads();
     for (int32_t i = threadIdx.x; i < num_units; i += kCutThreads) {
@@ -177,17 +176,17 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
       const int j = find_job(u);
       const Job& job = s.jobs[j];
       const int32_t segment = u - s.first_unit[j];
-      qla::plan::Start start{job.start, 0};
+      qla::plan::BasicStart<int32_t> start{job.start, 0};
       if (segment > 0) {
         float total = 0.0f;
         for (int32_t before = s.first_unit[j]; before < u; before++) total += units[before].sum;
         const int32_t boundary = job.begin(segment);
         const float* mine = decay + int64_t(job.slot) * a.plan.num_v_heads + job.head;
         start = qla::plan::start_at(boundary, total, job.start != QLA_START_ZERO, a.rule,
-                                    [&](int64_t n) { return mine[(boundary - int32_t(n)) * a.plan.num_v_heads]; });
+                                    [&](int32_t n) { return mine[(boundary - n) * a.plan.num_v_heads]; });
         if (start.start == QLA_START_INITIAL) start.start = job.start;
       }
-      units[u].start = start.start | int32_t(start.warmup_chunks) << 8;
+      units[u].start = start.start | start.warmup_chunks << 8;
     }
     __syncthreads();
   }

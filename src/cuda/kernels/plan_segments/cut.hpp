@@ -1,4 +1,4 @@
-// cut_items: arguments. Host- and device-includable.
+// cut_items, cut_few, cut_passes: arguments. Host- and device-includable.
 #pragma once
 
 #include "cuda/kernels/plan_segments/config.hpp"
@@ -7,6 +7,7 @@
 namespace qla::cuda::segments {
 
 inline constexpr int kUnitBytes = 12;
+inline constexpr int kFewUnits = 1024;  // segments over all heads: with no more, and kFewSequences, cut_few makes the items
 
 struct CutArgs {
   Args plan;  // boundaries, sizes, header and items of the main pass

@@ -41,8 +41,8 @@ struct PassCutter : Round<PassCutArgs, PassCutShared, PassUnit> {
       const int j = find_job(u);
       const Job& job = s.jobs[j];
       const float* mine = decay + int64_t(job.slot) * a.plan.num_v_heads + job.head;
-      units[u].sum = qla::plan::segment_decay(job.cut(), u - s.first_unit[j],
-                                              [&](int64_t c) { return mine[int32_t(c) * a.plan.num_v_heads]; });
+      units[u].sum =
+          qla::plan::segment_decay(job.cut(), u - s.first_unit[j], [&](int32_t c) { return mine[c * a.plan.num_v_heads]; });
     }
     __syncthreads();
     for (int32_t i = threadIdx.x; i < 2 * num_units; i += kCutThreads) {  // a thread a walk
@@ -52,7 +52,7 @@ struct PassCutter : Round<PassCutArgs, PassCutShared, PassUnit> {
       const Job& job = s.jobs[j];
       const int32_t segment = u - s.first_unit[j], end = min(s.first_unit[j + 1], num_units);
       const bool given = reverse ? a.has_final : job.start == QLA_START_INITIAL;
-      qla::plan::Start start{given ? QLA_START_INITIAL : QLA_START_ZERO, 0};
+      qla::plan::BasicStart<int32_t> start{given ? QLA_START_INITIAL : QLA_START_ZERO, 0};
       if (reverse ? u + 1 < end : segment > 0) {
         float total = 0.0f;  // over what lies behind, in walking order
         if (reverse)
@@ -63,9 +63,9 @@ struct PassCutter : Round<PassCutArgs, PassCutShared, PassUnit> {
         const float* nearest =  // ghat of the first chunk back
             decay + (int64_t(job.slot) + boundary - !reverse) * a.plan.num_v_heads + job.head;
         start = qla::plan::start_at(reverse ? job.chunks - boundary : boundary, total, given, a.rule,
-                                    [&](int64_t n) { return nearest[int32_t(n - 1) * step]; });
+                                    [&](int32_t n) { return nearest[(n - 1) * step]; });
       }
-      (reverse ? units[u].reverse : units[u].forward) = start.start | int32_t(start.warmup_chunks) << 8;
+      (reverse ? units[u].reverse : units[u].forward) = start.start | start.warmup_chunks << 8;
     }
     __syncthreads();
   }

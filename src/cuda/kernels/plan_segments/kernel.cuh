@@ -78,7 +78,6 @@ struct Shared {
   unsigned long long chunks_before, checkpoints_before;
   int64_t scan[kThreads / 32];
   int32_t invalid;
-  Args own;  // of a call with both forms: this CTA's
 };
 
 // The chunk of a slot; its sequence by binary search for the last n with bos(n) / 64 + n <= slot. bos(n): the boundary, clamped.
@@ -100,23 +99,11 @@ __device__ __forceinline__ ChunkRecord find_chunk(const Args& a, int64_t slot, c
   }
   return record_of(a.num_seqs > 0 ? span_of(a, low) : Span{0, 0}, int32_t(low), slot);
 }
-// .. of a range that has a part of each sequence
-__device__ __forceinline__ ChunkRecord find_chunk_of_parts(const Args& a, int64_t slot) {
-  for (int64_t n = 0; n < a.num_seqs; n++) {
-    const Span span = span_of(a, n);
-    const qla::plan::Run run = run_of<true>(a, span, n);
-    if (slot < run.slot || slot >= run.slot + run.chunks) continue;
-    const int64_t token = span.bos + 64 * (run.first + slot - run.slot);
-    return {token, int32_t(span.eos - token < 64 ? span.eos - token : 64), int32_t(n)};
-  }
-  return {0, 0, 0};
-}
 // chunk_table: a thread a slot
-template <bool Parts>
 __device__ __forceinline__ void write_chunks(const Args& a, const Shared& s, bool cached, int cta, int ctas) {
   const auto bos = [&](int64_t n) { return cached ? s.boundaries[n] : boundary(a, n); };
   for (int64_t at = int64_t(cta) * kThreads + threadIdx.x; at < a.slots; at += int64_t(ctas) * kThreads) {
-    const ChunkRecord record = Parts && a.ranges > 1 ? find_chunk_of_parts(a, at) : find_chunk(a, a.first_slot + at, bos);
+    const ChunkRecord record = find_chunk(a, a.first_slot + at, bos);
     *reinterpret_cast<int4*>(a.chunk_table + at) = *reinterpret_cast<const int4*>(&record);
   }
 }
@@ -136,7 +123,6 @@ __device__ __forceinline__ int64_t block_inclusive_sum(int64_t x, int64_t* scan)
   return x;
 }
 
-template <bool Parts>
 __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t first, int64_t last) {
   // all lengths: how many lie in each bucket, and in front of this CTA's own
   for (int i = threadIdx.x; i < kBuckets; i += kThreads) s.before[i] = s.total[i] = 0;
@@ -145,7 +131,7 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
   int64_t chunks_before = 0, checkpoints_before = 0;
   for (int64_t n = threadIdx.x; n < a.num_seqs; n += kThreads) {
     const Span span = span_of(a, n);
-    const qla::plan::Run run = run_of<Parts>(a, span, n);
+    const qla::plan::Run run = run_of(a, span, n);
     const int bucket = length_bucket(run.chunks);
     const unsigned same = __match_any_sync(__activemask(), run.present ? bucket * 2 + (n < first) : -1);
     if (run.present && __ffs(int(same)) - 1 == int(threadIdx.x % 32)) {
@@ -179,7 +165,7 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
     int32_t place = -1;
     if (n < last) {
       span = span_of(a, n);
-      run = run_of<Parts>(a, span, n);
+      run = run_of(a, span, n);
       if (run.present) place = atomicAdd(&s.before[length_bucket(run.chunks)], 1);
     }
     const int64_t checkpoints = a.checkpoint_every_chunks ? (span.eos - span.bos) / (64 * int64_t(a.checkpoint_every_chunks)) : 0;
@@ -230,18 +216,17 @@ __device__ __forceinline__ void write_items(const Args& a, Shared& s, int64_t fi
 }
 
 // the work of CTA `cta` of `ctas`
-template <bool Parts = false>
 __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int ctas) {
   const bool cached = a.cu_seqlens && a.num_seqs <= kCachedSeqs;
   if (threadIdx.x == 0) s.invalid = 0;
   if (cached)
     for (int n = threadIdx.x; n <= a.num_seqs; n += kThreads) s.boundaries[n] = boundary(a, n);
   __syncthreads();
-  if (!Parts || a.chunk_table) write_chunks<Parts>(a, s, cached, cta, ctas);
+  write_chunks(a, s, cached, cta, ctas);
   if (a.items) {
     const int64_t each = (a.num_seqs + ctas - 1) / ctas, first = int64_t(cta) * each;
     const int64_t last = first + each < a.num_seqs ? first + each : a.num_seqs;
-    if (first < last) write_items<Parts>(a, s, first, last);
+    if (first < last) write_items(a, s, first, last);
   }
   if (cta != 0) return;
   if (a.cu_seqlens)
@@ -256,53 +241,10 @@ __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int 
     header.valid_tokens = !s.invalid;
     // padding belongs to the last range
     const int64_t tokens = a.cu_seqlens ? a.tokens : a.num_seqs * a.tokens;
-    const bool more = Parts && a.ranges > 1 ? a.range + 1 < a.ranges : a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs;
+    const bool more = a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs;
     header.end_token = more ? tokens : a.num_seqs > 0 ? boundary(a, a.num_seqs) : 0;
     *a.header = header;
   }
-}
-
-// Both forms: the tables of one range, or in the first range's place the fused form's; headers without work for whoever has none.
-__device__ __forceinline__ void plan_both(const Args& a, Shared& s, const FewSequences& few, bool fused, int range, int cta,
-                                          int ctas) {
-  PlanHeader none{};
-  none.valid_tokens = 1;
-  none.end_token = a.tokens;
-  if (threadIdx.x == 0) {
-    Args& own = s.own;
-    own = a;
-    if (fused) {
-      own.header = a.fused_header;
-      own.items = a.fused_items;
-      own.v_parts = 1;
-      own.chunk_table = nullptr;
-      own.ranges = 0;
-    } else {
-      own.header += range;
-      own.items += range * a.range_items;
-      own.chunk_table += int64_t(range) * a.range_slots;
-      own.slots = a.range_slots;
-      own.range = range;
-      int32_t slot = 0;
-#pragma unroll
-      for (int n = 0; n < qla::plan::kMostBothSeqs; n++) {
-        own.part_slot[n] = slot;
-        slot = min(slot + qla::plan::part_of_sequence(few.span(n).chunks(), range, a.ranges).chunks, a.range_slots);
-      }
-    }
-  }
-  if (cta == 0 && threadIdx.x == 0) {
-    if (fused)
-      a.header[range] = none;
-    else if (range == 0)
-      *a.fused_header = none;
-  }
-  // The fused form's load threads copy an item before they know how many there are: none may be what nobody wrote.
-  if (cta == 0 && range == 0 && !fused)
-    for (int64_t i = threadIdx.x; i < a.num_seqs * a.num_v_heads * int64_t(sizeof(WorkItem) / 16); i += kThreads)
-      reinterpret_cast<int4*>(a.fused_items)[i] = make_int4(0, 0, 0, 0);
-  __syncthreads();
-  if (!fused || range == 0) plan_cta<true>(s.own, s, cta, ctas);
 }
 
 __global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant__ Args a) {
@@ -327,19 +269,6 @@ __global__ void __launch_bounds__(kThreads)
     const ChunkRecord record = find_chunk(a, slot, [&](int64_t n) { return boundary(a, n); });
     gates::write_vectors(g, s.gates, record, slot, unit - slot * g.parts);
   }
-}
-// .. of a call with both forms: `plan_ctas` for each range, and gate vectors where the fused form takes the call.
-__global__ void __launch_bounds__(kThreads)
-    plan_both_and_gates(const __grid_constant__ Args a, const __grid_constant__ gates::Args g, int plan_ctas) {
-  __shared__ PlanOrGates s;
-  ptx::grid_dependency_launch();
-  const FewSequences few(a);
-  const bool fused = few.takes_fused(a);
-  const int unit = int(blockIdx.x) - plan_ctas * a.ranges, slot = unit / g.parts;
-  if (unit < 0)
-    plan_both(a, s.plan, few, fused, int(blockIdx.x) / plan_ctas, int(blockIdx.x) % plan_ctas, plan_ctas);
-  else if (fused)
-    gates::write_vectors(g, s.gates, few.chunk(a, slot), slot, unit - slot * g.parts);
 }
 
 }  // namespace qla::cuda::segments

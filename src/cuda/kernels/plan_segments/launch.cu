@@ -5,7 +5,9 @@
 #include "cuda/dependent_launch.hpp"
 #include "cuda/kernels/plan_segments/balanced.cuh"
 #include "cuda/kernels/plan_segments/cut.cuh"
+#include "cuda/kernels/plan_segments/cut_few.cuh"
 #include "cuda/kernels/plan_segments/cut_passes.cuh"
+#include "cuda/kernels/plan_segments/few.cuh"
 #include "cuda/kernels/plan_segments/kernel.cuh"
 
 namespace qla::cuda::segments {
@@ -18,20 +20,25 @@ int plan_ctas(const Args& args, int multiprocessors) {
 }
 
 template <class A>
-cudaError_t launch_one_cta(void (*kernel)(A), A& args, cudaStream_t stream) {
+cudaError_t launch_one_cta(void (*kernel)(A), int threads, A& args, cudaStream_t stream) {
   const int64_t bytes = int64_t(args.plan.slots) * args.plan.num_v_heads * int64_t(sizeof(float));
   args.staged = bytes <= kStagedBytes;
-  return launch_dependent(kernel, 1, kCutThreads, args.staged ? size_t(bytes) : 0, true, stream, args);
+  return launch_dependent(kernel, 1, unsigned(threads), args.staged ? size_t(bytes) : 0, true, stream, args);
 }
 }  // namespace
 
 cudaError_t prepare() {
-  const cudaError_t e = cudaFuncSetAttribute(cut_items, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kStagedBytes));
-  return e != cudaSuccess ? e : cudaFuncSetAttribute(cut_passes, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kStagedBytes));
+  for (const void* kernel : {reinterpret_cast<const void*>(cut_items), reinterpret_cast<const void*>(cut_few),
+                             reinterpret_cast<const void*>(cut_passes)})
+    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kStagedBytes));
+        e != cudaSuccess)
+      return e;
+  return cudaSuccess;
 }
 
 cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream) {
-  plan_segments<<<unsigned(plan_ctas(args, multiprocessors)), kThreads, 0, stream>>>(args);
+  const auto kernel = args.num_seqs <= kFewSequences ? plan_few : plan_segments;
+  kernel<<<unsigned(plan_ctas(args, multiprocessors)), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -43,7 +50,8 @@ cudaError_t launch_with_gates(const Args& args, const gates::Args& gates, int mu
   if (args.fused_chunks)
     plan_both_and_gates<<<unsigned(int64_t(ctas) * args.ranges + gate_ctas), kThreads, 0, stream>>>(args, sized, ctas);
   else
-    plan_and_gates<<<unsigned(ctas + gate_ctas), kThreads, 0, stream>>>(args, sized, ctas);
+    (args.num_seqs <= kFewSequences ? plan_few_and_gates : plan_and_gates)<<<unsigned(ctas + gate_ctas), kThreads, 0, stream>>>(
+        args, sized, ctas);
   return cudaGetLastError();
 }
 
@@ -54,7 +62,14 @@ cudaError_t launch_balanced(const Args& args, const gates::Args& gates, cudaStre
   return cudaGetLastError();
 }
 
-cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) { return launch_one_cta(cut_items, args, stream); }
-cudaError_t launch_cut_passes(PassCutArgs& args, cudaStream_t stream) { return launch_one_cta(cut_passes, args, stream); }
+cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) {
+  const bool staged = int64_t(args.plan.slots) * args.plan.num_v_heads * int64_t(sizeof(float)) <= kStagedBytes;
+  if (args.plan.num_seqs <= kFewSequences && args.most_units <= kFewUnits && staged)
+    return launch_one_cta(cut_few, (args.most_units + 63) / 64 * 64, args, stream);
+  return launch_one_cta(cut_items, kCutThreads, args, stream);
+}
+cudaError_t launch_cut_passes(PassCutArgs& args, cudaStream_t stream) {
+  return launch_one_cta(cut_passes, kCutThreads, args, stream);
+}
 
 }  // namespace qla::cuda::segments
