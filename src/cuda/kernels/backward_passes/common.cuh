@@ -61,6 +61,24 @@ struct OutEdge {
     if (lane == 0) ptx::mbarrier_arrive(full);
   }
 };
+// The store warp, one thread: the snapshot of the i-th stored chunk leaves, and the rows of the one before have been read.
+template <class Out>
+__device__ __forceinline__ void store_snapshot(uint8_t* to, int64_t at, int part, uint32_t base, uint32_t out, int i) {
+  const OutEdge<Out::kSnapshots> snapshot(base, kSnapshotBars, i);
+  const OutEdge<Out::kRows> last_rows(base, kOutRowBars, i + Out::kRows - 1);
+  snapshot.wait_full();
+  ptx::bulk_store(to + at * kSnapshotBytes + part * kSnapshotHalf, out + i % Out::kSnapshots * kSnapshotHalf, kSnapshotHalf);
+  ptx::bulk_commit();
+  ptx::bulk_wait_read<1>();
+  if (i) ptx::mbarrier_arrive(last_rows.empty);
+}
+// .. and its rows, which the caller has sent; the snapshot has been read.
+template <class Out>
+__device__ __forceinline__ void sent_rows(uint32_t base, int i) {
+  ptx::bulk_commit();
+  ptx::bulk_wait_read<1>();
+  ptx::mbarrier_arrive(OutEdge<Out::kSnapshots>(base, kSnapshotBars, i).empty);
+}
 // rows past the end of a reverse item's highest chunk are zero: product -> pg, once
 __device__ __forceinline__ uint32_t tail_bar(uint32_t base) { return bar_at(base, kTailBar); }
 

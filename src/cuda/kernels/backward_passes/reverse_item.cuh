@@ -203,16 +203,8 @@ __device__ __forceinline__ void store_reverse_item(const Params& p, const Maps& 
     const int c = it.chunks - it.warmup - 1 - i, rows = c + 1 == it.chunks ? it.last_rows : kRows;
     const uint32_t out = base + kReverseOut, panel = out + Out::kSnapshots * kSnapshotHalf + i % Out::kRows * kPanel;
     const int64_t at = int64_t(it.slot + c - p.first_slot) * p.num_v_heads + it.v_head;
-    const OutEdge<Out::kSnapshots> snapshot(base, kSnapshotBars, i);
-    const OutEdge<Out::kRows> d_rows(base, kOutRowBars, i), last_rows(base, kOutRowBars, i + Out::kRows - 1);
-    if (lane == 0) {
-      snapshot.wait_full();
-      ptx::bulk_store(p.d_state + at * kSnapshotBytes + part * kSnapshotHalf, out + i % Out::kSnapshots * kSnapshotHalf,
-                      kSnapshotHalf);
-      ptx::bulk_commit();
-      ptx::bulk_wait_read<1>();
-      if (i) ptx::mbarrier_arrive(last_rows.empty);  // the rows of the chunk before have been read
-    }
+    const OutEdge<Out::kRows> d_rows(base, kOutRowBars, i);
+    if (lane == 0) store_snapshot<Out>(p.d_state, at, part, base, out, i);
     d_rows.wait_full();
     if (rows < kRows) {
       uint16_t* dv = static_cast<uint16_t*>(p.dv) + batch * p.dv_stride_b + (row + c * kRows) * p.dv_stride_t +
@@ -224,9 +216,7 @@ __device__ __forceinline__ void store_reverse_item(const Params& p, const Maps& 
     }
     if (lane == 0) {
       if (rows == kRows) ptx::tensor_store_4d(&maps.dv, kHalf * part, it.v_head, row + c * kRows, batch, panel);
-      ptx::bulk_commit();
-      ptx::bulk_wait_read<1>();
-      ptx::mbarrier_arrive(snapshot.empty);
+      sent_rows<Out>(base, i);
     }
     __syncwarp();
   }

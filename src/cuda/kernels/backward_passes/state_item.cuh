@@ -140,20 +140,12 @@ __device__ __forceinline__ void store_state_item(const Params& p, const PassItem
   for (int i = 0; i < it.chunks - it.warmup; i++) {
     const uint32_t out = base + kStateOut;
     const int64_t at = int64_t(it.slot + it.warmup + i - p.first_slot) * p.num_v_heads + it.v_head;
-    const OutEdge<Out::kSnapshots> snapshot(base, kSnapshotBars, i);
-    const OutEdge<Out::kRows> rows(base, kOutRowBars, i), last_rows(base, kOutRowBars, i + Out::kRows - 1);
-    snapshot.wait_full();
-    ptx::bulk_store(p.state + at * kSnapshotBytes + part * kSnapshotHalf, out + i % Out::kSnapshots * kSnapshotHalf,
-                    kSnapshotHalf);
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<1>();
-    if (i) ptx::mbarrier_arrive(last_rows.empty);  // the rows of the chunk before have been read
+    const OutEdge<Out::kRows> rows(base, kOutRowBars, i);
+    store_snapshot<Out>(p.state, at, part, base, out, i);
     rows.wait_full();
     ptx::bulk_store(p.delta + at * kDeltaBytes + part * kPanel, out + Out::kSnapshots * kSnapshotHalf + i % Out::kRows * kPanel,
                     kPanel);
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<1>();
-    ptx::mbarrier_arrive(snapshot.empty);
+    sent_rows<Out>(base, i);
   }
   ptx::bulk_wait();
 }
