@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 
 def parser() -> argparse.ArgumentParser:
+    import qla
     from qla import bench, calibrate, demo, planview, selftest
 
     top = argparse.ArgumentParser(
@@ -18,6 +19,7 @@ def parser() -> argparse.ArgumentParser:
         description="FlashQLA: Gated Delta Net chunked prefill, forward and backward",
         epilog="`qla COMMAND --help` lists a command's options",
     )
+    top.add_argument("--version", action="version", version=f"qla {qla.__version__}")
     commands = top.add_subparsers(dest="command", metavar="command")
     commands.add_parser("info", help="backends, instruction set, devices and why one is not served, which flash_qla is imported")
     for name, module, text in (
@@ -58,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `qla info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        print(
+            f"qla {args.command}: {error.filename or 'a file'}: {error.strerror or error}; choose another path", file=sys.stderr
+        )
+        return 2
 
 
 def installed(distribution: str) -> str:

@@ -228,6 +228,9 @@ def main(args: argparse.Namespace) -> int:
     device, why = pick_device(args.device)
     compare = min(args.compare_steps, args.steps)
     text = read_corpus()
+    if args.length >= len(text):
+        raise ValueError(f"--length: expected fewer than the text's {len(text)} bytes, got {args.length}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)  # before anything is trained for it
     corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     model = build_model(args.hidden, args.length, args.seed).to(device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -291,7 +294,6 @@ def main(args: argparse.Namespace) -> int:
         f"the operator alone, forward + backward on one batch of it: {operator_theirs:.1f} ms -> {operator_ours:.1f} ms: "
         f"{operator_theirs / operator_ours:.1f} x as fast"
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     try:
         from qla import plotting

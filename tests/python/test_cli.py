@@ -88,6 +88,12 @@ def test_plan_for_a_gpu_names_its_workspace():
         (("selftest", "--device", "cuda"), "no GPU"),
         (("demo", "--device", "cuda"), "no GPU"),
         (("demo", "--steps", "0"), "--steps: expected 1 or more, got 0"),
+        (("demo", "--length", str(1 << 40)), "--length: expected fewer than the text's"),
+        (("demo", "--out", "/dev/null/x.png"), "/dev/null"),
+        (
+            ("bench", "--device", "cpu", "--tokens", "64", "--seconds", "0.01", "--cases", "8 heads, T 64", "--out", "/dev/null"),
+            "/dev/null: File exists",
+        ),
         (("demo", "--length", "1"), "--length: expected 2 or more, got 1"),
     ],
 )
