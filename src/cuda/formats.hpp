@@ -133,7 +133,8 @@ struct PlanHeader {  // first bytes of the plan buffer; items follow at a 256-by
   int32_t num_merges;
   int32_t valid_tokens;  // 1: boundaries were in range; 0: clamped (never written outside the buffers)
   int64_t end_token;     // first token past the last sequence: rows from here on are written as zeros
-  int32_t reserved[10];
+  int32_t cut;           // of the pre-pass's header: whether any sequence is cut; there before the kernel behind cut_items begins
+  int32_t reserved[9];
 };
 static_assert(sizeof(PlanHeader) == 64);
 

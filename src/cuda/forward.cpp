@@ -290,6 +290,7 @@ ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b
   f.max_items = int32_t(2 * counts.end_states * counts.pre_v_parts);
   f.v_parts = int32_t(counts.pre_v_parts);
   f.rehearse = idle;  // there is time for it before the cut is known
+  f.asks = idle;      // .. and what cut_items says at once is there before this kernel begins
   f.pg = nullptr;
   f.final_state = f.checkpoints = f.h = {};
   f.merged = nullptr;
@@ -337,7 +338,7 @@ void make_outputs(const Run& r, const CUtensorMap& map_k) {
 // Whether chunk_intra makes the tables: one launch less for small calls, where launches are what they cost.
 bool plans_inside(const Run& r) {
   const ForwardCounts& counts = r.plan.counts;
-  return !counts.cut && !counts.fused && !counts.both && counts.ranges == 1 && r.p.total_tokens() > 0 &&
+  return !cuts_early(r) && !counts.fused && !counts.both && counts.ranges == 1 && r.p.total_tokens() > 0 &&
          direct_plan(r.p, counts.v_parts, r.device);
 }
 
@@ -398,8 +399,8 @@ void run_range(const Run& r) {
     }
     if (counts.end_states > 0) {
       launch_forward(pre_pass_params(params, r.b, counts, !early), multiprocessors, r.stream);
-      const cp_merge::Args merge{r.b.pre_header, r.b.chains, r.b.transitions, r.b.states,
-                                 r.b.states + counts.end_states * kStateFloats};
+      const cp_merge::Args merge{
+          r.b.pre_header, r.b.chains, r.b.transitions, r.b.states, r.b.states + counts.end_states * kStateFloats, !early};
       check_cuda(cp_merge::launch(merge, std::min(counts.end_states, r.p.num_seqs * r.p.num_v_heads), multiprocessors, r.stream),
                  "cp_merge");
       params.merging = true;

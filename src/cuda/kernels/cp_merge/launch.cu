@@ -17,6 +17,7 @@
 #include <algorithm>
 
 #include "cuda/dependent_launch.hpp"
+#include "cuda/kernels/cp_merge/asks.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/bulk.cuh"
 #include "cuda/ptx/control.cuh"
@@ -152,6 +153,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 1) cp_
   extern __shared__ __align__(128) uint8_t s_all[];
   Shared& s = *reinterpret_cast<Shared*>(s_all);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = int(ptx::cluster_rank());
+  if (leaves(a)) return;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       ptx::mbarrier_init(ptx::shared_address(&s.full[i]), 1);

@@ -5,6 +5,7 @@
 #include "cuda/kernels/cp_merge/launch.hpp"
 
 #include "cuda/dependent_launch.hpp"
+#include "cuda/kernels/cp_merge/asks.cuh"
 #include "cuda/math/merge_step.cuh"
 #include "cuda/ptx/control.cuh"
 
@@ -23,6 +24,7 @@ __global__ void __launch_bounds__(kThreads, 1) cp_merge_wide(const __grid_consta
   extern __shared__ uint8_t s_all[];
   Shared& s = *reinterpret_cast<Shared*>(s_all);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (leaves(a)) return;
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();  // only now: what comes next counts on the pre-pass without waiting for it
   const int items = a.header->num_merges * kItems;

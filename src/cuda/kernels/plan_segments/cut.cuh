@@ -293,6 +293,26 @@ __device__ __forceinline__ void stage_decay(float* to, const float* from, int32_
   for (int32_t i = 4 * whole + threadIdx.x; i < count; i += kCutThreads) to[i] = from[i];
 }
 
+// Boundaries alone decide whether anything is cut. The pre-pass and the merges may look that up before their own wait
+// (ptx::load_after_plan), and leave: so the answer is in memory before the next kernel is let begin. -> nothing is cut: the items
+// of plan_segments stand, no more to do.
+__device__ __forceinline__ bool answer(const CutArgs& a, bool cuts) {
+  cuts = __syncthreads_or(cuts);
+  if (threadIdx.x == 0) {
+    PlanHeader header{};
+    header.cut = cuts;
+    header.num_items = cuts ? -1 : 0;  // never 0 while the count is to come
+    header.end_token = a.plan.tokens;
+    *a.pre_header = header;
+    __threadfence();
+  }
+  __syncthreads();
+  if (cuts) return false;
+  if (!a.early) ptx::grid_dependency_launch();
+  ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
+  return true;
+}
+
 __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constant__ CutArgs a) {
   extern __shared__ float4 s_decay4[];
   float* const s_decay = reinterpret_cast<float*>(s_decay4);
@@ -305,12 +325,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   bool long_enough = false;
   for (int32_t n = threadIdx.x; n < int32_t(a.plan.num_seqs); n += kCutThreads)
     long_enough |= a.rule.cuts(run_of(a.plan, span_of(a.plan, n), n).chunks);
-  if (!__syncthreads_or(long_enough)) {  // nothing to cut: the items of plan_segments stand
-    if (!a.early) ptx::grid_dependency_launch();
-    ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
-    if (threadIdx.x == 0) *a.pre_header = PlanHeader{};
-    return;
-  }
+  if (answer(a, long_enough)) return;
   // the rehearsal needs all of it in shared memory
   const bool rehearse = a.rehearse && one_round && a.staged && a.most_units <= kStagedUnits;
   if (rehearse)  // heads that forget, and one that does not: both ways are walked
@@ -352,6 +367,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   }
   if (threadIdx.x == 0) {
     PlanHeader header{};
+    header.cut = 1;
     header.num_items = s.pre_items;
     header.num_merges = s.chains;
     header.end_token = a.plan.header->end_token;

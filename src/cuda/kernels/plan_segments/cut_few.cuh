@@ -160,12 +160,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
     s.pre_items = s.chains = 0;
   }
   const bool cuts = threadIdx.x < 32 && few_sequences(a, s);
-  if (!__syncthreads_or(cuts)) {  // nothing to cut: the items of plan_segments stand
-    if (!a.early) ptx::grid_dependency_launch();
-    if (threadIdx.x == 0) *a.pre_header = PlanHeader{};
-    ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
-    return;
-  }
+  if (answer(a, cuts)) return;
 #pragma unroll 1
   for (int n = 0; n < int(a.plan.num_seqs); n++)
 #pragma unroll 1
@@ -260,6 +255,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   __syncthreads();
   if (threadIdx.x == 0) {
     PlanHeader header{};
+    header.cut = 1;
     header.num_items = s.pre_items * a.pre_v_parts;
     header.num_merges = s.chains;
     header.end_token = end_token;

@@ -1,0 +1,16 @@
+// A call whose sequences turn out too short for a cut: nothing to merge, and nobody need wait to learn it.
+#pragma once
+
+#include "cuda/kernels/cp_merge/launch.hpp"
+#include "cuda/ptx/control.cuh"
+
+namespace qla::cuda::cp_merge {
+
+__device__ __forceinline__ bool leaves(const Args& a) {
+  if (!a.asks || ptx::load_after_plan(&a.header->cut) != 0) return false;
+  if (blockIdx.x == 0) ptx::grid_dependency_wait();  // what comes next counts on all before without a wait of its own
+  ptx::grid_dependency_launch();
+  return true;
+}
+
+}  // namespace qla::cuda::cp_merge
