@@ -130,7 +130,7 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
 #pragma unroll 1
     for (int c = 0; c < chunks; c++) {
       if (saves) save_state<Cfg>(a, item, S, c, false, part);
-      const uint32_t st = sm.stage(ring.stage), vec = st + Cfg::kOffVec;
+      const uint32_t st = uniform(sm.stage(ring.stage)), vec = st + Cfg::kOffVec;
       tiles.consumer_wait(ring);
       float ks[32], qs[32], delta[32];
       take_turn();

@@ -70,6 +70,10 @@ __device__ __forceinline__ void rehearsal_item(ItemSlot& s) {
   s.valid = 1;
 }
 
+// What is the same in all lanes, so that the compiler knows it: what follows from it is then worked out once, in uniform
+// registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_or_sync(~0u, x); }
+
 // threadIdx.x read anew
 __device__ __forceinline__ int thread_in_group() {
   int x;

@@ -33,10 +33,6 @@ struct FusedSmem {
   __device__ __forceinline__ uint32_t state_full() const { return bar(36); }
   __device__ __forceinline__ uint32_t state_taken() const { return bar(37); }
 };
-// What is the same in all lanes, so that the compiler knows it: what follows from it is then worked out once, in uniform
-// registers.
-__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_or_sync(~0u, x); }
-
 inline constexpr int32_t kFirst = 1, kFirstByCopy = 2;  // ItemSlot::first
 static_assert(4 * kStateFloats <= 2 * FusedConfig::kStageBytes);
 
