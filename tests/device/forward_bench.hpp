@@ -51,7 +51,17 @@ struct Row {
   int Hk, Hv, parts;
   bool output;
   bool fused = false, saves = false;
+  int segment = 0, warmup = 0;  // items of so many chunks, behind so many without output where they do not begin a sequence
 };
+// cycles a microsecond just now
+static __global__ void read_clock(float* mhz) {
+  uint64_t t0, t1;
+  const int64_t c0 = clock64();
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t0));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t1));
+  while (t1 - t0 < 20000);
+  *mhz = float(clock64() - c0) * 1e3f / float(t1 - t0);
+}
 
 inline int bench(const std::string& only) {
   const Row table[] = {{"(16,64) 8192x4", 4, 8192, 16, 64, 1, true},
@@ -71,7 +81,14 @@ inline int bench(const std::string& only) {
                        {"(32,32) 2048x4 fused", 4, 2048, 32, 32, 1, true, true},
                        {"(32,32) 1024x8 fused", 8, 1024, 32, 32, 1, true, true},
                        {"(8,24) 8192x4 fused", 4, 8192, 8, 24, 1, true, true},
-                       {"(16,16) 8192x4 fused", 4, 8192, 16, 16, 1, true, true}};
+                       {"(16,16) 8192x4 fused", 4, 8192, 16, 16, 1, true, true},
+                       {"(2,8) 1x32768 items of 32", 1, 32768, 2, 8, 1, true, false, false, 32},
+                       {"(2,8) 1x32768 items of 7 + 32", 1, 32768, 2, 8, 1, true, false, false, 32, 7},
+                       {"(4,16) 1x32768 items of 64", 1, 32768, 4, 16, 1, true, false, false, 64},
+                       {"(4,16) 1x32768 items of 32 + 64", 1, 32768, 4, 16, 1, true, false, false, 64, 32},
+                       {"(2,8) 1x32768 items of 64, V split", 1, 32768, 2, 8, 2, true, false, false, 64},
+                       {"(2,8) 1x32768 items of 64, V split, no output", 1, 32768, 2, 8, 2, false, false, false, 64},
+                       {"(2,8) 1x32768 items of 32, no output", 1, 32768, 2, 8, 1, false, false, false, 32}};
   int sms = 132;
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0);
   for (const Row& r : table) {
@@ -86,22 +103,25 @@ inline int bench(const std::string& only) {
     uint8_t *pa = upload(a), *pb = upload(b);
     float* pv = upload(vec);
     std::vector<WorkItem> items;
+    const int chunks = int((r.len + 63) / 64), step = r.segment ? r.segment : chunks;
     for (int n = 0; n < r.seqs; n++)
-      for (int h = 0; h < r.Hv; h++)
-        for (int part = 0; part < r.parts; part++) {
-          WorkItem it{};
-          it.token = n * r.len;
-          it.slot = int32_t(it.token / 64 + n);
-          it.chunks = int32_t((r.len + 63) / 64);
-          it.last_rows = int32_t((r.len - 1) % 64 + 1);
-          it.sequence = n;
-          it.v_head = h;
-          it.v_part = part;
-          it.start = r.output ? QLA_START_INITIAL : QLA_START_ZERO;
-          it.is_last = 1;
-          it.start_index = n * r.Hv + h;
-          items.push_back(it);
-        }
+      for (int first = 0; first < chunks; first += step)
+        for (int h = 0; h < r.Hv; h++)
+          for (int part = 0; part < r.parts; part++) {
+            WorkItem it{};
+            it.warmup = std::min(first, r.warmup);
+            it.token = n * r.len + 64 * (first - it.warmup);
+            it.slot = int32_t(n * r.len / 64 + n) + first - it.warmup;
+            it.chunks = std::min(step, chunks - first) + it.warmup;
+            it.last_rows = first + step >= chunks ? int32_t((r.len - 1) % 64 + 1) : 64;
+            it.sequence = n;
+            it.v_head = h;
+            it.v_part = part;
+            it.start = first ? QLA_START_WARMUP : r.output ? QLA_START_INITIAL : QLA_START_ZERO;
+            it.is_last = first + step >= chunks;
+            it.start_index = n * r.Hv + h;
+            items.push_back(it);
+          }
     PlanHeader header{};
     header.num_items = int32_t(items.size());
     header.end_token = T;
@@ -166,8 +186,8 @@ inline int bench(const std::string& only) {
         plan.num_v_heads = r.Hv;
         plan.v_parts = 1;
         plan.has_initial = 1;
-        plan.header = p.plan;
-        plan.items = ditems;
+        plan.header = r.segment ? upload(std::vector<PlanHeader>{header}) : p.plan;  // items are what they are
+        plan.items = r.segment ? upload(items) : ditems;
         plan.chunk_table = upload(std::vector<ChunkRecord>(slots));
         float *g, *b;
         CUDA_OK(cudaMalloc(&g, T * r.Hv * 4));
@@ -223,7 +243,12 @@ inline int bench(const std::string& only) {
       all /= many;
     }
     float call_ms = 0, direct_ms = 0;  // whole calls, sustained
-    const bool fits = int(items.size()) <= sms;
+    const bool fits = int(items.size()) <= sms && !r.segment;
+    float* clock_mhz;
+    CUDA_OK(cudaMalloc(&clock_mhz, 4));
+    read_clock<<<1, 1>>>(clock_mhz);
+    const float mhz = download(clock_mhz, 1)[0];
+    cudaFree(clock_mhz);
     if (r.fused) {
       for (const bool direct : {false, true}) {
         if (direct && !fits) continue;
@@ -253,10 +278,11 @@ inline int bench(const std::string& only) {
       CUDA_OK(cudaEventSynchronize(e1));
       cudaEventElapsedTime(&gates_ms, e0, e1);
     }
-    const double heads = double((r.len + 63) / 64) * r.seqs * r.Hv, ctas = std::min<double>(sms, double(items.size()));
-    const double per = ms[6] * 1e3 / (heads * r.parts) * ctas;
-    std::printf("%-36s %.4f ms median (%.4f least), %.4f in a row; %.3f us an item-chunk and CTA (perfect balance)", r.name,
-                ms[6], ms[0], all, per);
+    double walked = 0;
+    for (const WorkItem& it : items) walked += it.chunks;
+    const double ctas = std::min<double>(sms, double(items.size())), per = ms[6] * 1e3 / walked * ctas;
+    std::printf("%-44s %.4f ms median (%.4f least), %.4f in a row at %.0f MHz; %.3f us an item-chunk and CTA (perfect balance)",
+                r.name, ms[6], ms[0], all, mhz, per);
     if (r.fused) std::printf("; plan and gates %.4f, whole call %.4f, direct %.4f ms", gates_ms / 20, call_ms, direct_ms);
     std::printf("\n");
     std::fflush(stdout);

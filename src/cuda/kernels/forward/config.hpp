@@ -28,8 +28,7 @@ struct ForwardConfig {
   static constexpr int kLoadBytes = kKqBytes + kVBytes + kTiles * kTileBytes + kVecBytesForward;
 
   static constexpr int kEmptyCount = kOutput ? kParts : 4 * kParts;  // arrivals that hand a stage back
-  static constexpr int kFirstQ = 4;            // k16 steps of Q S issued behind K S; the others behind Delta
-  static constexpr bool kTurns = kParts == 2;  // the two state warpgroups take turns at the first product
+  static constexpr bool kTurns = kParts == 2;  // the two state warpgroups take turns at the state's products
 
   static constexpr int kItemBytes = 96, kItemSlots = 2;
   static constexpr int kOffItems = kStages * kStageBytes;

@@ -9,7 +9,8 @@
 //   store    1, 2         56    -                             tensor store of one state warpgroup's O each (a tail row by row); hands the stage back
 //   helper   3            56    rows past a sequence's end    zeroes them in a last chunk's tiles; o of skipped sequences and past the last one
 //   state    4-7, 8-11    224   S^T rows (64 x 128 fp32 each) KS, QS; R (F4); Delta (F5); E (F8); S (F9); O (F7)
-//   With V-split there is one state warpgroup, one store warp and no setmaxnreg; without output no store warp.
+//   With V-split there is one state warpgroup (with output: role_state_lone.cuh), one store warp and no setmaxnreg; without output
+//   no store warp.
 //
 // Edges            from -> to             count               guards
 //   full[stages]   load or helper -> state  1 (+ tx)          the stage's tiles
@@ -18,7 +19,7 @@
 //   empty[stages]  store -> load          state warpgroups    the stage; its O has been read out (without output: state -> load, every warp)
 //   item_full[2]   load -> all others     1                   a work item's slot
 //   item_empty[2]  all others -> load     readers             the same
-//   turn[2]        state -> state         256 (named)         the tensor cores at the first product: the two take turns
+//   turn[2]        state -> state         256 (named)         the tensor cores from the update of S to the next K S: the two take turns
 // Written by ordinary stores and read by wgmma or a tensor store: proxy fence in every writing thread before its arrive.
 //
 // SMEM, a stage    KiB         KiB of the variant without output
@@ -37,7 +38,7 @@
 #pragma once
 
 #include "cuda/kernels/forward/role_load.cuh"
-#include "cuda/kernels/forward/role_state.cuh"
+#include "cuda/kernels/forward/role_state_lone.cuh"
 
 namespace qla::cuda {
 
@@ -93,7 +94,10 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
       helper_role<Cfg>(a, sm, lane);
   } else {
     if constexpr (Cfg::kShareRegs) ptx::setmaxnreg_inc<Cfg::kRegsState>();
-    state_role<Cfg, Mma>(a, sm, group - 1);
+    if constexpr (Cfg::kParts == 1 && Cfg::kOutput)
+      lone_state_role<Cfg, Mma>(a, sm);
+    else
+      state_role<Cfg, Mma>(a, sm, group - 1);
   }
 }
 

@@ -81,15 +81,15 @@ __device__ __forceinline__ void start_state(const ForwardArgs& a, uint32_t item,
   }
 }
 
-// The order of products in a chunk:
-//   K S, Q S .. | Delta, .. Q S | S half 0, S half 1, Pg Delta      .. is the part of Q S that fills the gap while the CUDA cores
-//   make the next left operand
-// and under them: O of the chunk before is stored | R | S decays | E | halves of S are packed for the next chunk.
+// The order of products, from the moment when the chunk's K S is done:
+//   Q S .. | Delta, .. Q S | S half 0, S half 1, Pg Delta onto Q S, the next chunk's K S of half 0, of half 1
+// The parts of Q S fill the gaps in which the CUDA cores make R and E; half 0 of the state is packed under half 1's product, and
+// the next chunk has begun when O is stored. Behind an item's last chunk the next K S is of whatever lies in the next stage, for
+// nothing. The two warpgroups take turns from S half 0 to the next K S.
 template <class Cfg, class Mma>
 __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, int part) {
   using T = typename Mma::Element;
   constexpr int kPanel = Cfg::kPanelBytes;
-  constexpr bool kSplitQ = Cfg::kOutput && Cfg::kFirstQ < 8;
   const int lane4 = thread_in_group() % 4;
   const auto tiles = sm.tiles();
   const auto items = sm.items();
@@ -105,8 +105,10 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
   Ring<Cfg::kItemSlots> slots;
   if (part == 1) pass_turn();
   const bool saves = a.p.h.data || a.p.checkpoints.data;
-  float S[2][32];
-  uint32_t sf[32], of[16];
+  float S[2][32], ks[32], o[32];
+  uint32_t sf[32];
+#pragma unroll
+  for (int i = 0; i < 32; i++) ks[i] = o[i] = 0.f;  // they go around the loops
   for (;;) {
     items.consumer_wait(slots);
     const uint32_t item = sm.slot_address(slots.stage);
@@ -116,8 +118,10 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
     start_state(a, item, S, part);
     pack_state<T, 0>(sf, S[0]);
     pack_state<T, 1>(sf, S[1]);
-    // O of a chunk, in `of`, to V's place in its stage: a helper stores it and hands the stage back
+    // O to V's place in its stage: a helper stores it and hands the stage back
     auto put_output = [&](int stage) {
+      uint32_t of[16];
+      pack_operand<T>(of, o);
       const uint32_t st = sm.stage(stage);
 #pragma unroll
       for (int j = 0; j < 4; j++)
@@ -127,46 +131,50 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
       if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.out_full(part, stage));
     };
     const int chunks = slot::chunks(item);
+    if (chunks > 0) tiles.consumer_wait(ring);
+    Mma::begin();
+    Mma::template state_rows<kPanel>(ks, sf, uniform(sm.stage(ring.stage)));
+    Mma::commit();
 #pragma unroll 1
     for (int c = 0; c < chunks; c++) {
-      if (saves) save_state<Cfg>(a, item, S, c, false, part);
-      const uint32_t st = uniform(sm.stage(ring.stage)), vec = st + Cfg::kOffVec;
-      tiles.consumer_wait(ring);
-      float ks[32], qs[32], delta[32];
-      take_turn();
-      Mma::begin();
-      Mma::template state_rows<kPanel>(ks, sf, st);
-      Mma::commit();
-      if constexpr (Cfg::kOutput) {
-        Mma::template state_rows<kPanel, 0, Cfg::kFirstQ>(qs, sf, st + 8192);
-        Mma::commit();
-        if (c > 0) put_output(ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1);
+      if (saves) {
+        Mma::template wait<0>();
+        save_state<Cfg>(a, item, S, c, false, part);
       }
+      const uint32_t st = uniform(sm.stage(ring.stage)), vec = st + Cfg::kOffVec;
+      const bool quiet = Cfg::kOutput && uniform(c < slot::warmup(item));
+      // Half of Q S; of a chunk without output one step of it: products in flight over a branch must have written their
+      // accumulator before it, and want a fence on either way (else ptxas serialises all).
+      const auto query_products = [&]<int First>() {
+        Mma::begin();
+        Mma::template state_rows<kPanel, First, First + 1>(o, sf, st + 8192);
+        if (!quiet) {
+          Mma::begin();
+          Mma::template state_rows<kPanel, First + 1, First + 4>(o, sf, st + 8192);
+        }
+        Mma::begin();
+        Mma::commit();
+      };
       uint32_t vt[16];
       float2 scale[8];
-      auto load_v = [&] {
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-          ptx::ldmatrix_x4_trans(st + v_lane + 2048 * j, vt[4 * j], vt[4 * j + 1], vt[4 * j + 2], vt[4 * j + 3]);
-        if (!Cfg::kOutput && slot::start(item) == kStartIdentity) {
+      for (int j = 0; j < 4; j++)
+        ptx::ldmatrix_x4_trans(st + v_lane + 2048 * j, vt[4 * j], vt[4 * j + 1], vt[4 * j + 2], vt[4 * j + 3]);
+      if (!Cfg::kOutput && slot::start(item) == kStartIdentity) {
 #pragma unroll
-          for (int i = 0; i < 16; i++) vt[i] = 0;
-        }
-        load_columns(scale, vec_lane(vec, kVecK, lane4));
-      };
-      load_v();
-      Mma::template wait<kSplitQ ? 1 : 0>();
-      pass_turn();
+        for (int i = 0; i < 16; i++) vt[i] = 0;
+      }
+      load_columns(scale, vec_lane(vec, kVecK, lane4));
+      Mma::template wait<0>();  // K S
+      if constexpr (Cfg::kOutput) query_products.template operator()<0>();
       uint32_t rf[16];
       residual<T>(rf, vt, ks, scale);  // (F4)
       const uint32_t abar = st + Cfg::kOffA, pg = abar + kTileSmemBytes;
+      float delta[32];
       Mma::begin();
       Mma::template triangular<0>(delta, rf, abar);  // (F5) Delta^T = R^T Abar^T
       Mma::commit();
-      if constexpr (kSplitQ) {
-        Mma::template state_rows<kPanel, Cfg::kFirstQ, 8>(qs, sf, st + 8192);
-        Mma::commit();
-      }
+      if constexpr (Cfg::kOutput) query_products.template operator()<4>();
       load_columns(scale, vec_lane(vec, kVecE, lane4));
       const float gamma_c = ptx::lds(vec + (kVecGamma + 63) * 4);
       // while Delta is in flight; earlier, ptxas serialises (C7518)
@@ -174,37 +182,48 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
       for (int i = 0; i < 32; i++) S[0][i] *= gamma_c, S[1][i] *= gamma_c;
       ptx::pin(S[0]);
       ptx::pin(S[1]);
-      Mma::template wait<kSplitQ ? 1 : 0>();
+      Mma::template wait<Cfg::kOutput ? 1 : 0>();  // Delta
       uint32_t df[16], ef[16];
       scaled_operand<T>(ef, delta, scale);  // (F8)
       if constexpr (Cfg::kOutput) pack_operand<T>(df, delta);
+      take_turn();
       Mma::begin();
       Mma::template update<kPanel, 0>(S[0], ef, st);  // (F9) S^T += E^T K
       Mma::commit();
       Mma::template update<kPanel, 1>(S[1], ef, st);
       Mma::commit();
-      float pd[32];
-      if constexpr (Cfg::kOutput) {  // (F7) second term
-        Mma::template triangular<0>(pd, df, pg);
+      if constexpr (Cfg::kOutput) {  // (F7)
+        Mma::template wait<2>();     // Q S
+        scale_columns(o, vec_lane(vec, kVecQ, lane4));
+        ptx::pin(o);
+        Mma::begin();
+        Mma::template triangular<1>(o, df, pg);
         Mma::commit();
       }
-      Mma::template wait<Cfg::kOutput ? 2 : 1>();
+      const int stage = ring.stage;
+      ring.advance();
+      if (c + 1 < chunks) tiles.consumer_wait(ring);
+      const uint32_t next = uniform(sm.stage(ring.stage));
+      Mma::template wait<Cfg::kOutput ? 2 : 1>();  // half 0 of S
       pack_state<T, 0>(sf, S[0]);
-      Mma::template wait<Cfg::kOutput ? 1 : 0>();
+      Mma::begin();
+      Mma::template state_rows<kPanel, 0, 4>(ks, sf, next);
+      Mma::commit();
+      Mma::template wait<Cfg::kOutput ? 2 : 1>();  // half 1
       pack_state<T, 1>(sf, S[1]);
+      Mma::begin();
+      Mma::template state_rows<kPanel, 4, 8>(ks, sf, next);
+      Mma::commit();
+      pass_turn();
       if constexpr (Cfg::kOutput) {
-        scale_columns(qs, vec_lane(vec, kVecQ, lane4));  // (F7) first term
-        ptx::pin(qs);
-        Mma::template wait<0>();
-#pragma unroll
-        for (int i = 0; i < 16; i++) of[i] = pack<T>(qs[2 * i] + pd[2 * i], qs[2 * i + 1] + pd[2 * i + 1]);
+        Mma::template wait<2>();  // Pg Delta
+        put_output(stage);
       } else {
         __syncwarp();  // every lane has read its stage
-        if (thread_in_group() % 32 == 0) tiles.release(ring);
+        if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(tiles.empty(stage));
       }
-      ring.advance();
     }
-    if (Cfg::kOutput && chunks > 0) put_output(ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1);
+    Mma::template wait<0>();
     save_state<Cfg>(a, item, S, chunks, true, part);
     ptx::named_sync(2 + part, 128);
     if (thread_in_group() == 0) items.release(slots);
