@@ -116,6 +116,7 @@ inline ForwardPlan whole_plan(const PlanInput& in) {
   const ForwardPlan whole = plan_ranges(in, in.problem.chunk_slots(), true);
   if (!whole.counts.both || whole.bytes <= in.both_bytes) return whole;
   const ForwardPlan one = whole_plan(one_form(in));
+  if (in.saved) return one;  // what backward reuses lies by the slots of all chunks, those of these ranges by theirs
   for (int64_t ranges = 2; ranges <= kMostBothRanges; ++ranges) {
     const ForwardPlan both = both_in_ranges(in, whole.choice, ranges);
     if (both.choice.predicted_us >= one.choice.predicted_us) break;

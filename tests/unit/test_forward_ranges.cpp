@@ -203,6 +203,14 @@ TEST(ForwardPlan, BothFormsWithinTheLimit) {
     EXPECT_TRUE(cuda::whole_plan(roomy).counts.both);
     EXPECT_EQ(cuda::whole_plan(roomy).counts.ranges, 1);
   }
+  // A range with a part of each sequence has slots of its own; `saved` has those of all chunks.
+  for (const auto& [tokens, heads] :
+       {std::pair<int64_t, int64_t>{65536, 64}, {131072, 64}, {65536, 96}, {32768, 48}, {16384, 48}}) {
+    cuda::PlanInput saved = input(tokens, heads);
+    saved.saved = true;
+    const cuda::ForwardPlan plan = cuda::whole_plan(saved);
+    EXPECT_FALSE(plan.counts.both && plan.counts.ranges > 1) << tokens << " " << heads;
+  }
   // longer ones would take too many ranges
   for (const int64_t tokens : {131072, 1 << 20}) EXPECT_FALSE(cuda::whole_plan(input(tokens, 48)).counts.both) << tokens;
 }
