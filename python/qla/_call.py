@@ -1,5 +1,5 @@
 """Torch tensors to C calls. One filled args struct is kept for each signature (shapes, strides, dtypes, options); a warm call copies it,
-writes the pointers and calls. Nothing here reads tensor data, synchronises or looks at gradients.
+writes the pointers and calls (an array of 64-bit words: less time than a ctypes object). Nothing here reads tensor data, synchronises or looks at gradients.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import functools
 import logging
 import os
 import threading
+from array import array
 from collections.abc import Callable
-from ctypes import byref, c_size_t, c_uint64
+from ctypes import byref, c_size_t
 from typing import Any
 
 import torch
@@ -82,32 +83,31 @@ _W_STREAM, _W_WORKSPACE, _W_BYTES, _W_THREADS = (
     _word(_ffi.ForwardArgs, n) for n in ("stream", "workspace", "workspace_bytes", "num_threads")
 )
 
-_ForwardWords = c_uint64 * (ctypes.sizeof(_ffi.ForwardArgs) // 8)
-_BackwardWords = c_uint64 * (ctypes.sizeof(_ffi.BackwardArgs) // 8)
-
 
 class _Entry:
     """What one signature needs at every call."""
 
     __slots__ = (
-        "template", "cuda", "copies", "bytes", "best", "saved_bytes", "o_layout", "ht_layout", "backward_ok", "backwards", "grads"
+        "template", "cuda", "copies", "bytes", "best", "usual", "saved_bytes", "o_layout", "ht_layout", "backward_ok", "backwards", "grads", "looks"
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.template = b""
+        self.template = array("Q")
         self.cuda = -1  # device index, -1 on the CPU
         self.copies: tuple[int, ...] = ()  # inputs that must be made contiguous first
         self.bytes = 0
-        self.best = 0
+        self.best = self.usual = 0  # backward: without a limit by the caller
         self.saved_bytes = 0
         self.o_layout: Layout = ((), (), torch.float32)
         self.ht_layout: Layout | None = None
         self.backward_ok: set[int] = set()
         self.backwards: dict[Any, _Entry] = {}  # of the gradient nodes that this signature's calls leave
         self.grads: tuple[tuple[int, Layout], ...] = ()
+        self.looks = 0  # that were made for it (ops.py)
 
 
 _forward_entries: dict[Any, _Entry] = {}
+repeats: dict[Any, Any] = {}  # of ops.py
 _backward_entries: dict[Any, _Entry] = {}
 _local = threading.local()
 _run_forward: Any = None
@@ -118,6 +118,7 @@ def clear_cache() -> None:
     """Forgets every signature (tests)."""
     _forward_entries.clear()
     _backward_entries.clear()
+    repeats.clear()
 
 
 def _mebibytes(variable: str, default: int) -> int:
@@ -173,7 +174,7 @@ def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, s
     if q.is_cuda:
         entry.cuda = q.get_device()
         _ffi.check(library.qla_prepare(entry.cuda))
-    entry.template = bytes(args)
+    entry.template = array("Q", bytes(args))
     entry.o_layout = layout_of(tuple(v.shape), q.dtype)
     if output_final_state and inputs[10] is None:
         entry.ht_layout = layout_of(final_shape(q, v, inputs[6], options[1]), state_dtype(q.dtype))
@@ -206,7 +207,7 @@ def _stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def _find_forward_entry(inputs: Inputs, options: Options, output_final_state: bool, save: bool, extras: Extras | None) -> _Entry:
+def find_forward_entry(inputs: Inputs, options: Options, output_final_state: bool, save: bool, extras: Extras | None) -> _Entry:
     """The entry of this signature; checks the arguments when it is new."""
     global _run_forward
     q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, indices = inputs
@@ -245,20 +246,12 @@ def check_forward(
     inputs: Inputs, options: Options, output_final_state: bool, needs: int = 0, extras: Extras | None = None
 ) -> None:
     """Raises what forward would raise before it runs. Reads no data."""
-    entry = _find_forward_entry(inputs, options, output_final_state, bool(needs), extras)
+    entry = find_forward_entry(inputs, options, output_final_state, bool(needs), extras)
     if entry.copies:
         copied = tuple(x.new_empty(x.shape) if i in entry.copies else x for i, x in enumerate(inputs))  # type: ignore[union-attr]
         check_forward(copied, options, output_final_state, needs, extras)
     elif needs:
         _require_backward(entry, inputs, needs, options, output_final_state)
-
-
-def forward_for_backward(
-    inputs: Inputs, options: Options, output_final_state: bool, needs: int
-) -> tuple[Tensor, Tensor | None, Tensor | None, dict[Any, _Entry]]:
-    """forward() for a gradient node: also -> what backward takes as `known`."""
-    entry = _find_forward_entry(inputs, options, output_final_state, True, None)
-    return *_forward(entry, inputs, options, output_final_state, True, needs, None), entry.backwards
 
 
 def forward(
@@ -271,20 +264,27 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """-> (o, final_state or None, saved or None). save: keep what backward reuses, where that pays; a number: in a buffer of so many bytes.
     needs: bits of the gradients that backward will be asked for, refused here when it cannot serve them."""
-    entry = _find_forward_entry(inputs, options, output_final_state, bool(save), extras)
-    return _forward(entry, inputs, options, output_final_state, save, needs, extras)
+    entry = find_forward_entry(inputs, options, output_final_state, bool(save), extras)
+    return forward_of(entry, inputs, options, output_final_state, save, needs, extras)
 
 
-def _forward(
-    entry: _Entry, inputs: Inputs, options: Options, output_final_state: bool, save: bool | int, needs: int, extras: Extras | None
+def forward_of(
+    entry: _Entry,
+    inputs: Inputs,
+    options: Options,
+    output_final_state: bool,
+    save: bool | int,
+    needs: int = 0,
+    extras: Extras | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same, by the entry of its signature."""
     if entry.copies:
         return forward(_copied(inputs, entry.copies), options, output_final_state, save, needs, extras)
     if needs and needs not in entry.backward_ok:
         _require_backward(entry, inputs, needs, options, output_final_state)
 
     q, v = inputs[0], inputs[2]
-    words = _ForwardWords.from_buffer_copy(entry.template)
+    words = entry.template[:]
     try:
         for at, x in zip(_F_IN, inputs):
             if x is not None:
@@ -328,7 +328,7 @@ def _forward(
         saved = empty((size,), (1,), torch.uint8)
         _set_saved(words, _F_SAVED, saved)
     space = _workspace(words, entry.bytes, entry.cuda) if entry.bytes else None
-    status = _run_forward(words)
+    status = _run_forward(words.buffer_info()[0])
     del space
     if status:
         raise _ffi.error_for(status)
@@ -374,7 +374,8 @@ def _backward_entry(
     least, best = c_size_t(0), c_size_t(0)
     _ffi.check(library.qla_gdn_backward_workspace(byref(args), byref(least), byref(best)))
     entry.bytes, entry.best = least.value, max(best.value, least.value)
-    entry.template = bytes(args)
+    entry.usual = max(entry.bytes, min(entry.best, default_backward_bytes()))
+    entry.template = array("Q", bytes(args))
     entry.cuda = q.get_device() if q.is_cuda else -1
     return entry
 
@@ -426,7 +427,7 @@ def backward(
         *copied, d_o, d_final = _copied((*inputs, d_o, d_final), entry.copies)
         return backward(tuple(copied), saved, d_o, d_final, needs, options, max_bytes)
 
-    words = _BackwardWords.from_buffer_copy(entry.template)
+    words = entry.template[:]
     for at, x in zip(_B_IN, inputs):
         if x is not None:
             words[at] = x.data_ptr() or DUMMY
@@ -448,9 +449,9 @@ def backward(
         grad = empty(*layout)
         words[_B_GRADS[i]] = grad.data_ptr() or DUMMY
         grads[i] = grad
-    nbytes = max(entry.bytes, min(entry.best, max_bytes or default_backward_bytes()))
+    nbytes = entry.usual if max_bytes == 0 else max(entry.bytes, min(entry.best, max_bytes))
     space = _workspace(words, nbytes, entry.cuda) if nbytes else None
-    status = _run_backward(words)
+    status = _run_backward(words.buffer_info()[0])
     del space
     if status:
         raise _ffi.error_for(status)

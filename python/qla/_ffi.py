@@ -129,7 +129,7 @@ class DeviceInfo(ctypes.Structure):
     ]
 
 
-# c_void_p for the args structs: the caches of ops.py pass them as plain arrays of 64-bit words.
+# c_void_p for the args structs: _call.py passes the address of an array of 64-bit words.
 _PROTOTYPES: dict[str, tuple[type, list[type]]] = {
     "qla_version": (c_char_p, []),
     "qla_build_info": (c_char_p, []),

@@ -111,9 +111,13 @@ def _lengths(given: Any, sequences: int) -> list[int]:
     try:
         lens = [operator.index(n) for n in given]
     except TypeError:
-        raise TypeError(f"lens: expected whole numbers, the lengths of the sequences, got {given!r}; pass a list of int") from None
+        raise TypeError(
+            f"lens: expected whole numbers, the lengths of the sequences, got {given!r}; pass a list of int"
+        ) from None
     if len(lens) != sequences:
-        raise ValueError(f"lens: expected {sequences} lengths, as cu_seqlens or the batch say, got {len(lens)}; one for each sequence")
+        raise ValueError(
+            f"lens: expected {sequences} lengths, as cu_seqlens or the batch say, got {len(lens)}; one for each sequence"
+        )
     return lens
 
 

@@ -294,11 +294,26 @@ def chunk_gated_delta_rule(
         and isinstance(beta, Tensor)
     )
     if plain:  # what most calls are: _prepare would come to the same
+        key = None
+        if (
+            not torch.compiler.is_compiling()
+            and type(q) in ops.PLAIN
+            and type(v) in ops.PLAIN
+            and (scale is None or type(scale) is float)
+            and not (q.is_nested or v.is_nested)
+        ):
+            key = (
+                scale, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, q.shape,
+                v.shape, torch.is_grad_enabled(),
+            )  # fmt: skip
+            done = ops.gdn_forward_again(key, q, k, v, g, beta, initial_state, cu_seqlens)  # type: ignore[arg-type]
+            if done is not None:
+                return done
         flags = _flags(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
         q, k, v = _autocast(q, k, v)
         inputs = (q, k, v, g, beta, initial_state, cu_seqlens, None, None, None, None)
         options = (None if scale is None else _checks.check_scale(scale), flags, *_AUTO)
-        return ops.gdn_forward(inputs, options, bool(output_final_state), ops.needs_grad(inputs))
+        return ops.gdn_forward(inputs, options, bool(output_final_state), ops.needs_grad(inputs), 0, key)
     call = _prepare(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, use_gate_in_kernel, A_log, dt_bias, auto_cp, deterministic,

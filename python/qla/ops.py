@@ -229,11 +229,11 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *present: Tensor) -> Any:
-        inputs, positions, options, want_final, needs, max_bytes = call
-        o, final, saved, known = _call.forward_for_backward(inputs, options, want_final, needs)
+        entry, inputs, positions, options, want_final, needs, max_bytes = call
+        o, final, saved = _call.forward_of(entry, inputs, options, want_final, True, needs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*present, saved)
-        ctx.call = (positions, options, needs, max_bytes, known)
+        ctx.call = (positions, options, needs, max_bytes, entry.backwards)
         return o, final
 
     @staticmethod
@@ -258,7 +258,9 @@ class _Eager(torch.autograd.Function):
         return None, *[every[j] for j in positions]
 
 
-_FIVE = (0, 1, 2, 3, 4)  # q, k, v, g and beta: what most calls have
+# q, k, v, g and beta; with boundaries; with an initial state; with both: what most calls have
+_FIVE, _PACKED, _STARTED, _BOTH = (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 6), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6)
+_POSITIONS: dict[tuple[int, ...], tuple[int, ...]] = {p: p for p in (_FIVE, _PACKED, _STARTED, _BOTH)}
 
 
 class _Transformed(torch.autograd.Function):
@@ -303,7 +305,7 @@ class _TransformedBackward(torch.autograd.Function):
 
 # ---- the way in ------------------------------------------------------------------------------------------------------
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _dispatch_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
@@ -331,11 +333,14 @@ def _plain_eager(inputs: Inputs) -> bool:
     """No tracer, mode, transform or subclass wants to see the operator."""
     if forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
-    if not _PLAIN.issuperset(map(type, inputs)):
-        odd = next(x for x in inputs if type(x) not in _PLAIN)
+    if not PLAIN.issuperset(map(type, inputs)):
+        odd = next(x for x in inputs if type(x) not in PLAIN)
         if isinstance(odd, Tensor) and odd.is_nested:
             _checks.check_layouts(inputs)
         return not isinstance(odd, Tensor)  # not a tensor at all: the checks of the direct way say so
+    for x in inputs:
+        if x is not None and x.is_neg():  # its memory holds the negative: the dispatcher makes a copy
+            return False
     return _dispatch_modes() == 0 and _transform() is None
 
 
@@ -350,18 +355,79 @@ def _refuse_tangents(inputs: Inputs) -> None:
 _apply_eager = super(torch.autograd.Function, _Eager).apply
 
 
+# ---- a call again ----
+#
+# Most calls are like one before. For those, one look in C++ at all tensors (what torch.compile guards its code with: kind, dtype, device, shape,
+# strides, layout, requires_grad, active modes) stands for the checks, the kinds and the key of the signature. Where torch has no such look, or
+# autocast may cast the inputs, every call goes the long way. A look keeps no tensor alive.
+
+_Look = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+_MOST_LOOKS = 8  # made for one signature: then its calls differ in what is no part of the key, again and again
+
+
+class _Repeat:
+    __slots__ = ("same", "entry", "positions", "options", "want_final", "needs")
+
+    def __init__(self, *fields: Any) -> None:
+        self.same, self.entry, self.positions, self.options, self.want_final, self.needs = fields
+
+
+def _remember(
+    key: Any, entry: Any, inputs: Inputs, positions: tuple[int, ...], options: Options, want_final: bool, needs: int
+) -> None:
+    q = inputs[0]
+    assert q is not None
+    if _Look is None or positions not in _POSITIONS or entry.copies or entry.looks >= _MOST_LOOKS:
+        return
+    if torch.is_autocast_enabled(q.device.type):
+        return
+    entry.looks += 1
+    try:
+        look = _Look(*[inputs[j] for j in positions], dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except TypeError:  # of a torch that makes it in another way
+        return
+    if len(_call.repeats) >= _call.MAX_SIGNATURES:
+        _call.repeats.clear()
+    _call.repeats[key] = _Repeat(look.check, entry, positions, options, want_final, needs)
+
+
+def gdn_forward_again(
+    key: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, h0: Tensor | None, cu: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """The call, if it is one of those that were remembered; else None. key: everything but the tensors, and two shapes."""
+    known = _call.repeats.get(key)
+    if known is None or forward_ad._current_level >= 0:
+        return None
+    given: tuple[Any, ...]
+    positions: tuple[int, ...]
+    if h0 is None:
+        given, positions = ((q, k, v, g, beta), _FIVE) if cu is None else ((q, k, v, g, beta, cu), _PACKED)
+    else:
+        given, positions = ((q, k, v, g, beta, h0), _STARTED) if cu is None else ((q, k, v, g, beta, h0, cu), _BOTH)
+    if known.positions is not positions or not known.same(*given):
+        return None
+    inputs = (q, k, v, g, beta, h0, cu, None, None, None, None)
+    if known.needs:
+        return _apply_eager((known.entry, inputs, positions, known.options, known.want_final, known.needs, 0), *given)
+    o, final, _ = _call.forward_of(known.entry, inputs, known.options, known.want_final, False)
+    return o, final
+
+
 def gdn_forward(
-    inputs: Inputs, options: Options, want_final: bool, needs: int, max_bytes: int = 0
+    inputs: Inputs, options: Options, want_final: bool, needs: int, max_bytes: int = 0, repeat_key: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """inputs: the ten of _COMMON's order and None for state_indices; needs: of needs_grad. -> (o, final_state or None)."""
+    """inputs: the ten of _COMMON's order and None for state_indices; needs: of needs_grad; repeat_key: of a call that may come again.
+    -> (o, final_state or None)."""
     if not torch.compiler.is_compiling() and _plain_eager(inputs):
+        entry = _call.find_forward_entry(inputs, options, want_final, needs != 0, None)
+        positions = tuple(j for j in range(_NUM_INPUTS) if inputs[j] is not None)
+        positions = _POSITIONS.get(positions, positions)
+        if repeat_key is not None:
+            _remember(repeat_key, entry, inputs, positions, options, want_final, needs)
         if needs:
-            q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0, _ = inputs
-            if g is not None and h0 is None and cu is None and a_log is None and dt_bias is None and has_h0 is None:
-                return _apply_eager((inputs, _FIVE, options, want_final, needs, max_bytes), q, k, v, g, beta)
-            positions = tuple(j for j in range(_NUM_INPUTS) if inputs[j] is not None)
-            return _apply_eager((inputs, positions, options, want_final, needs, max_bytes), *[inputs[j] for j in positions])
-        o, final, _ = _call.forward(inputs, options, want_final)
+            call = (entry, inputs, positions, options, want_final, needs, max_bytes)
+            return _apply_eager(call, *[inputs[j] for j in positions])
+        o, final, _ = _call.forward_of(entry, inputs, options, want_final, False)
         return o, final
     transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
     operator = _Transformed.apply if transformed else torch.ops.qla.gdn_forward

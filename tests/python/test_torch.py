@@ -171,7 +171,7 @@ def test_torch_threads_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> Non
     qla.chunk_gated_delta_rule(**inputs)
     plain = _call._run_forward
     monkeypatch.setattr(
-        _call, "_run_forward", lambda words: seen.append(_ffi.ForwardArgs.from_buffer(words).num_threads) or plain(words)
+        _call, "_run_forward", lambda words: seen.append(_ffi.ForwardArgs.from_address(words).num_threads) or plain(words)
     )
     before = torch.get_num_threads()
     try:
