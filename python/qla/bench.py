@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="forward rows of the published grid under every plan (number of segments, V split), beside the planner's choice",
     )
     gpu.add_argument(
+        "--asked",
+        action="store_true",
+        help="what a call pays for having asked whether to cut, where nothing is cut",
+    )
+    gpu.add_argument(
         "--pass", dest="direction", choices=["fwd", "bwd", "both"], default="both", help="rows of which pass (default both)"
     )
     gpu.add_argument(
@@ -80,6 +85,12 @@ def main(args: argparse.Namespace) -> int:
         if not torch.cuda.is_available():
             raise ValueError("--sweep: torch sees no GPU; the plans are a GPU's")
         return sweep(args)
+    if args.asked:
+        from qla.asked import asked
+
+        if not torch.cuda.is_available():
+            raise ValueError("--asked: torch sees no GPU; calls are timed on one")
+        return asked(args)
     device = args.device or ("cuda" if args.grid else "cpu")
     check(args, device)
     if device == "cpu":

@@ -31,10 +31,13 @@ CAPTURE_THREAD_LOCAL = 1
 
 
 class Planned(NamedTuple):
-    """A plan: chunks a segment (0: no cut, AUTO: the planner's choice) and form (OWN: the planner's choice)."""
+    """A plan: chunks a segment (0: no cut, AUTO: the planner's choice) and form (OWN: the planner's choice).
+
+    uncut: sequences of at most so many chunks stay whole, though longer than a segment."""
 
     segment: int
     form: int
+    uncut: int = 0
 
 
 def longest_chunks(lengths: list[int]) -> int:
@@ -65,9 +68,10 @@ def open_copies(folder: Path) -> dict[int, ctypes.CDLL]:
     return libraries
 
 
-def set_plan(args: _ffi.ForwardArgs, segment: int) -> None:
-    args.cp_mode = _ffi.CP_AUTO if segment == AUTO else _ffi.CP_FIXED if segment else _ffi.CP_OFF
-    args.cp_segment_chunks = max(segment, 0)
+def set_plan(args: _ffi.ForwardArgs, plan: Planned) -> None:
+    fixed = _ffi.CP_PLAN if plan.uncut else _ffi.CP_FIXED
+    args.cp_mode = _ffi.CP_AUTO if plan.segment == AUTO else fixed if plan.segment else _ffi.CP_OFF
+    args.cp_segment_chunks, args.cp_uncut_chunks = max(plan.segment, 0), plan.uncut
 
 
 def shape_args(row: Row, plan: Planned) -> _ffi.ForwardArgs:
@@ -82,7 +86,7 @@ def shape_args(row: Row, plan: Planned) -> _ffi.ForwardArgs:
     args.g = args.beta = shape_only(_ffi.FLOAT32, 1, tokens, hv)
     args.initial_state = args.final_state = shape_only(_ffi.FLOAT32, n, hv, 128, 128)
     args.cu_seqlens = shape_only(_ffi.INT32, n + 1)
-    set_plan(args, plan.segment)
+    set_plan(args, plan)
     return args
 
 
@@ -193,7 +197,7 @@ class PlanBench:
             from qla import _call
 
             library, args = self.libraries[planned.form], self.filled[0]
-            set_plan(args, planned.segment)
+            set_plan(args, planned)
             least, best = c_size_t(0), c_size_t(0)
             checked(library, library.qla_gdn_forward_workspace_range(byref(args), byref(least), byref(best)))
             self.sizes[planned] = max(least.value, min(best.value, _call.default_forward_bytes()))
@@ -205,7 +209,7 @@ class PlanBench:
 
     def call(self, planned: Planned, number: int) -> None:
         library, size, args = self.libraries[planned.form], self.workspace(planned), self.filled[number % len(self.filled)]
-        set_plan(args, planned.segment)
+        set_plan(args, planned)
         args.workspace, args.workspace_bytes = self.space.data_ptr(), size
         checked(library, library.qla_gdn_forward(byref(args)))
 

@@ -121,6 +121,8 @@ for lengths, heads in (([32768], (2, 8)), ([8192] * 4, (16, 64)), ([1024, 7168],
         assert (FUSED if plan.fused else plan.value_splits) == form and plan.segment_chunks == segment, (lengths, form, segment)
     own = plan_with(libraries[OWN], shape_args(row, Planned(AUTO, OWN)), row)
     assert own.predicted_us < 1e5, own.predicted_us
+kept = plan_with(libraries[HALVES], shape_args(row, Planned(16, HALVES, uncut=20)), row)
+assert (kept.segment_chunks, kept.uncut_chunks, kept.value_splits) == (16, 20, 2)
 """
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PACKAGES}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, env=env)
@@ -170,6 +172,8 @@ planbench.make_inputs, planbench.Driver = inputs, Driver
 real = planbench.open_copies
 planbench.open_copies = lambda folder: {form: Library(library) for form, library in real(folder).items()}
 sweep.sweep(argparse.Namespace(out=Path(sys.argv[1]), table=None, rows="2:8"))
+from qla.asked import asked
+assert asked(argparse.Namespace(out=Path(sys.argv[1]))) in (0, 1)
 count = Driver.calls.count
 assert count("cuGraphInstantiateWithFlags") == count("cuGraphExecDestroy") == count("cuStreamEndCapture") > 50
 """
@@ -184,6 +188,7 @@ def test_sweep_from_the_first_row_to_the_table(tmp_path: Path) -> None:
     assert len(rows) == 19 and "of 19 rows" in (tmp_path / "sweep.md").read_text()
     for row in rows:
         assert [0, 1] in [plan[:2] for plan in row["all"]] and row["best_us"] > 0 and row["planner_us"] > 0
+    assert len((tmp_path / "asked.jsonl").read_text().splitlines()) == 5
     lengths = {segment for segment, form, _ in next(r for r in rows if r["lengths"] == "1x32768")["all"] if form == 2}
     assert {0, 8, 16, 256} <= lengths  # none, and 64, 32 and 2 segments
 
