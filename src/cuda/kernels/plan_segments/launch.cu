@@ -65,7 +65,7 @@ cudaError_t launch_balanced(const Args& args, const gates::Args& gates, cudaStre
 cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) {
   const bool staged = int64_t(args.plan.slots) * args.plan.num_v_heads * int64_t(sizeof(float)) <= kStagedBytes;
   if (args.plan.num_seqs <= kFewSequences && args.most_units <= kFewUnits && staged)
-    return launch_one_cta(cut_few, (args.most_units + 63) / 64 * 64, args, stream);
+    return launch_one_cta(cut_few, std::max(64, (args.most_units + 63) / 64 * 64), args, stream);  // none without sequences
   return launch_one_cta(cut_items, kCutThreads, args, stream);
 }
 cudaError_t launch_cut_passes(PassCutArgs& args, cudaStream_t stream) {
