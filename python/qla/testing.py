@@ -60,7 +60,8 @@ def recurrent_gated_delta_rule(
     **ignored: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What `qla.chunk_gated_delta_rule` computes, token by token in `dtype` (results too), from the inputs as they are rounded."""
-    assert beta is not None
+    if beta is None:
+        raise TypeError("beta: expected [B, T, HV], got None; it is required")
     batch, tokens, heads, k_dim = q.shape
     v_heads, v_dim = v.shape[2:]
     scale = k_dim**-0.5 if scale is None else scale
@@ -72,7 +73,8 @@ def recurrent_gated_delta_rule(
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2.0 if allow_neg_eigval else 1.0)
     if use_gate_in_kernel:
-        assert g is not None and A_log is not None
+        if g is None or A_log is None:
+            raise ValueError("A_log: expected g and A_log with use_gate_in_kernel, got None for one of them; pass both")
         bias = 0.0 if dt_bias is None else dt_bias.to(dtype)
         g = -A_log.to(dtype).exp() * torch.nn.functional.softplus(g + bias)
     q, k = (x.repeat_interleave(v_heads // heads, dim=2) for x in (q, k))

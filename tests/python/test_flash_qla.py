@@ -277,6 +277,16 @@ def test_pack_and_unpack() -> None:
     assert torch.equal(utils.pack(padded, cu), x)
 
 
+def test_wrong_boundaries_of_pack_and_unpack() -> None:
+    x = torch.ones(1, 3, 4)
+    with pytest.raises(TypeError, match="cu_seqlens: expected a torch.Tensor, got list"):
+        utils.unpack(x, [0, 3])
+    with pytest.raises(ValueError, match="cu_seqlens: expected boundaries up to x's 3 tokens, got 5"):
+        utils.unpack(x, torch.tensor([0, 2, 5]))  # one token is left, which would be repeated
+    with pytest.raises(ValueError, match=r"x: expected \[2, 5 or more"):
+        utils.pack(torch.ones(2, 1, 4), torch.tensor([0, 5, 6]))
+
+
 def test_chunk_tables() -> None:
     cu = torch.tensor([0, 3, 3, 70, 134], dtype=torch.int32)
     indices = utils.prepare_chunk_indices(cu, CHUNK)

@@ -110,3 +110,11 @@ def test_relative_l2() -> None:
     assert relative_l2(torch.tensor([3.0]), torch.tensor([2.0])) == 0.5
     assert relative_l2(torch.tensor([3.0]), torch.tensor([0.0])) == 3.0
     assert relative_l2(torch.tensor([float("nan")]), torch.tensor([1.0])) != 0
+
+
+def test_what_the_reference_needs_is_named() -> None:
+    inputs = CPU.inputs(10)
+    with pytest.raises(TypeError, match="beta: expected"):
+        recurrent_gated_delta_rule(**{**inputs, "beta": None})
+    with pytest.raises(ValueError, match="A_log: expected g and A_log"):
+        recurrent_gated_delta_rule(**inputs, use_gate_in_kernel=True)

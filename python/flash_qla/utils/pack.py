@@ -7,8 +7,10 @@ from torch import Tensor
 
 
 def _boundaries(cu_seqlens: Tensor) -> list[int]:
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens: expected a torch.Tensor, got {type(cu_seqlens).__name__}; convert it with torch.as_tensor")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens: expected shape [N + 1], got {list(cu_seqlens.shape)}")
+        raise ValueError(f"cu_seqlens: expected shape [N + 1], got {list(cu_seqlens.shape)}; the boundary 0 comes first")
     return [int(x) for x in cu_seqlens.tolist()]
 
 
@@ -17,6 +19,8 @@ def unpack(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     if x.shape[0] != 1:
         raise ValueError(f"x: expected batch size 1, got {x.shape[0]}; a packed tensor has one row")
     cu = _boundaries(cu_seqlens)
+    if cu[-1] > x.shape[1]:
+        raise ValueError(f"cu_seqlens: expected boundaries up to x's {x.shape[1]} tokens, got {cu[-1]}; x is [1, T, ...]")
     longest = max((b - a for a, b in zip(cu, cu[1:])), default=0)
     y = x.new_zeros((len(cu) - 1, longest, *x.shape[2:]))
     for n, (a, b) in enumerate(zip(cu, cu[1:])):
@@ -27,6 +31,11 @@ def unpack(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 def pack(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[N, L, ...] -> [1, cu_seqlens[-1], ...]: the first tokens of each row, one after another."""
     cu = _boundaries(cu_seqlens)
+    longest = max((b - a for a, b in zip(cu, cu[1:])), default=0)
+    if x.shape[0] < len(cu) - 1 or longest > x.shape[1]:
+        raise ValueError(
+            f"x: expected [{len(cu) - 1}, {longest} or more, ...] by cu_seqlens, got {list(x.shape)}; a row for each sequence"
+        )
     y = x.new_empty((1, cu[-1], *x.shape[2:]))
     for n, (a, b) in enumerate(zip(cu, cu[1:])):
         y[0, a:b] = x[n, : b - a]

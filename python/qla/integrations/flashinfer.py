@@ -140,7 +140,7 @@ def chunk_gated_delta_rule(
             v[None],
             None if g is None else g[None],
             beta[None],
-            scale or None,
+            None if isinstance(scale, (int, float)) and scale == 0 else scale,
             initial_state,
             output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
