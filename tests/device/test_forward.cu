@@ -510,9 +510,11 @@ int main(int argc, char** argv) {
   prepare_forward();
   if (argc > 1 && !std::strcmp(argv[1], "bench")) return fwdtest::bench(argc > 2 ? argv[2] : "");
   const std::vector<Case> cases = forward_list();
-  const std::string filter = argc > 1 ? argv[1] : "";  // part of a name; for sanitizers
-  for (const Case& c : cases)
-    if (filter.empty() || c.name.find(filter) != std::string::npos) run(c);
+  const std::string filter = argc > 1 ? argv[1] : "", without = argc > 2 ? argv[2] : "";  // parts of a name; for sanitizers
+  for (const Case& c : cases) {
+    if (!filter.empty() && c.name.find(filter) == std::string::npos) continue;
+    if (without.empty() || c.name.find(without) == std::string::npos) run(c);
+  }
   for (int parts : filter.empty() ? std::vector<int>{1, 2} : std::vector<int>{})
     for (bool bf16 : {true, false}) run_prepass(parts, bf16);
   std::printf("%d passed, %d failed\n", g_passed, g_failed);
