@@ -26,8 +26,8 @@ inline bool exports_intra(const qla_gdn_forward_args& args) {
 }
 inline bool outputs_of_intra(const qla_gdn_forward_args& args) { return exports_intra(args) || present(args.a_inv); }
 
-// .. for one call. The fused form could keep what it makes of the chunks (decision 0079) and does not for now: initcheck did not get
-// through its cases, for a reason that is not known. So whatever is kept comes from two kernels; states on the way as ever.
+// .. for one call. The fused form could keep what it makes of the chunks (decision 0079) and does not for now: initcheck did not
+// get through its cases, for a reason that is not known. So whatever is kept comes from two kernels; states on the way as ever.
 inline plan::Capabilities forward_capabilities(const qla_gdn_forward_args& args) {
   plan::Capabilities can = kForwardCapabilities;
   const bool keeps = present(args.saved) || outputs_of_intra(args);
