@@ -81,6 +81,35 @@ __device__ __forceinline__ void start_state(const ForwardArgs& a, uint32_t item,
   }
 }
 
+// This lane's words of V^T from its stage, an operand of (F4).
+__device__ __forceinline__ void load_values(uint32_t (&vt)[16], uint32_t stage, uint32_t v_lane) {
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+    ptx::ldmatrix_x4_trans(stage + v_lane + 2048 * j, vt[4 * j], vt[4 * j + 1], vt[4 * j + 2], vt[4 * j + 3]);
+}
+
+// O to V's place in its stage: a helper stores it and hands the stage back.
+template <class Cfg>
+__device__ __forceinline__ void put_output(const ForwardSmem<Cfg>& sm, int part, int stage, uint32_t v_lane,
+                                           const uint32_t (&of)[16]) {
+  const uint32_t st = sm.stage(stage);
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+    ptx::stmatrix_x4_trans(st + v_lane + 2048 * j, of[4 * j], of[4 * j + 1], of[4 * j + 2], of[4 * j + 3]);
+  ptx::proxy_fence();
+  __syncwarp();
+  if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.out_full(part, stage));
+}
+
+// S decays over a chunk: while Delta is in flight; earlier, ptxas serialises (C7518).
+__device__ __forceinline__ void decay_state(float (&S)[2][32], uint32_t vec) {
+  const float gamma_c = ptx::lds(vec + (kVecGamma + 63) * 4);
+#pragma unroll
+  for (int i = 0; i < 32; i++) S[0][i] *= gamma_c, S[1][i] *= gamma_c;
+  ptx::pin(S[0]);
+  ptx::pin(S[1]);
+}
+
 // The order of products, from the moment when the chunk's K S is done:
 //   Q S .. | Delta, .. Q S | S half 0, S half 1, Pg Delta onto Q S, the next chunk's K S of half 0, of half 1
 // The parts of Q S fill the gaps in which the CUDA cores make R and E; half 0 of the state is packed under half 1's product, and
@@ -118,18 +147,6 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
     start_state(a, item, S, part);
     pack_state<T, 0>(sf, S[0]);
     pack_state<T, 1>(sf, S[1]);
-    // O to V's place in its stage: a helper stores it and hands the stage back
-    auto put_output = [&](int stage) {
-      uint32_t of[16];
-      pack_operand<T>(of, o);
-      const uint32_t st = sm.stage(stage);
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        ptx::stmatrix_x4_trans(st + v_lane + 2048 * j, of[4 * j], of[4 * j + 1], of[4 * j + 2], of[4 * j + 3]);
-      ptx::proxy_fence();
-      __syncwarp();
-      if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.out_full(part, stage));
-    };
     const int chunks = slot::chunks(item);
     if (chunks > 0) tiles.consumer_wait(ring);
     Mma::begin();
@@ -157,9 +174,7 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
       };
       uint32_t vt[16];
       float2 scale[8];
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        ptx::ldmatrix_x4_trans(st + v_lane + 2048 * j, vt[4 * j], vt[4 * j + 1], vt[4 * j + 2], vt[4 * j + 3]);
+      load_values(vt, st, v_lane);
       if (!Cfg::kOutput && slot::start(item) == kStartIdentity) {
 #pragma unroll
         for (int i = 0; i < 16; i++) vt[i] = 0;
@@ -176,12 +191,7 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
       Mma::commit();
       if constexpr (Cfg::kOutput) query_products.template operator()<4>();
       load_columns(scale, vec_lane(vec, kVecE, lane4));
-      const float gamma_c = ptx::lds(vec + (kVecGamma + 63) * 4);
-      // while Delta is in flight; earlier, ptxas serialises (C7518)
-#pragma unroll
-      for (int i = 0; i < 32; i++) S[0][i] *= gamma_c, S[1][i] *= gamma_c;
-      ptx::pin(S[0]);
-      ptx::pin(S[1]);
+      decay_state(S, vec);
       Mma::template wait<Cfg::kOutput ? 1 : 0>();  // Delta
       uint32_t df[16], ef[16];
       scaled_operand<T>(ef, delta, scale);  // (F8)
@@ -217,7 +227,9 @@ __device__ __forceinline__ void state_role(const ForwardArgs& a, const ForwardSm
       pass_turn();
       if constexpr (Cfg::kOutput) {
         Mma::template wait<2>();  // Pg Delta
-        put_output(stage);
+        uint32_t of[16];
+        pack_operand<T>(of, o);
+        put_output(sm, part, stage, v_lane, of);
       } else {
         __syncwarp();  // every lane has read its stage
         if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(tiles.empty(stage));

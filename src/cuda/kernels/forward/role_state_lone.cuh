@@ -35,16 +35,6 @@ __device__ __forceinline__ void lone_state_role(const ForwardArgs& a, const Forw
     start_state(a, item, S, 0);
     pack_state<T, 0>(sf, S[0]);
     pack_state<T, 1>(sf, S[1]);
-    // O of a chunk, in `of`, to V's place in its stage: a helper stores it and hands the stage back
-    auto put_output = [&](int stage) {
-      const uint32_t st = sm.stage(stage);
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        ptx::stmatrix_x4_trans(st + v_lane + 2048 * j, of[4 * j], of[4 * j + 1], of[4 * j + 2], of[4 * j + 3]);
-      ptx::proxy_fence();
-      __syncwarp();
-      if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.out_full(0, stage));
-    };
     const int chunks = slot::chunks(item);
 #pragma unroll 1
     for (int c = 0; c < chunks; c++) {
@@ -57,12 +47,10 @@ __device__ __forceinline__ void lone_state_role(const ForwardArgs& a, const Forw
       Mma::commit();
       Mma::template state_rows<kPanel, 0, 4>(o, sf, st + 8192);
       Mma::commit();
-      if (c > 0) put_output(ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1);
+      if (c > 0) put_output(sm, 0, ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1, v_lane, of);
       uint32_t vt[16];
       float2 scale[8];
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        ptx::ldmatrix_x4_trans(st + v_lane + 2048 * j, vt[4 * j], vt[4 * j + 1], vt[4 * j + 2], vt[4 * j + 3]);
+      load_values(vt, st, v_lane);
       load_columns(scale, vec_lane(vec, kVecK, lane4));
       Mma::template wait<1>();
       uint32_t rf[16];
@@ -74,12 +62,7 @@ __device__ __forceinline__ void lone_state_role(const ForwardArgs& a, const Forw
       Mma::template state_rows<kPanel, 4, 8>(o, sf, st + 8192);
       Mma::commit();
       load_columns(scale, vec_lane(vec, kVecE, lane4));
-      const float gamma_c = ptx::lds(vec + (kVecGamma + 63) * 4);
-      // while Delta is in flight; earlier, ptxas serialises (C7518)
-#pragma unroll
-      for (int i = 0; i < 32; i++) S[0][i] *= gamma_c, S[1][i] *= gamma_c;
-      ptx::pin(S[0]);
-      ptx::pin(S[1]);
+      decay_state(S, vec);
       Mma::template wait<1>();
       uint32_t df[16], ef[16];
       scaled_operand<T>(ef, delta, scale);  // (F8)
@@ -103,7 +86,7 @@ __device__ __forceinline__ void lone_state_role(const ForwardArgs& a, const Forw
       pack_operand<T>(of, o);
       ring.advance();
     }
-    if (chunks > 0) put_output(ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1);
+    if (chunks > 0) put_output(sm, 0, ring.stage == 0 ? Cfg::kStages - 1 : ring.stage - 1, v_lane, of);
     save_state<Cfg>(a, item, S, chunks, true, 0);
     ptx::named_sync(2, 128);
     if (thread_in_group() == 0) items.release(slots);
