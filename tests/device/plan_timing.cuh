@@ -16,6 +16,18 @@
 
 namespace qla::test {
 
+// Of a packing whose gate and beta are the same [tokens][heads].
+inline cuda::gates::Args gates_of(int64_t tokens, int64_t heads, const float* gate, float* vec) {
+  cuda::gates::Args g{};
+  g.tokens = tokens;
+  g.varlen = 1;
+  g.num_v_heads = int(heads);
+  g.scale = 1.f;
+  g.g = g.beta = {gate, {tokens * heads, heads, 1}, QLA_FLOAT32};
+  g.vec = vec;
+  return g;
+}
+
 __device__ __forceinline__ int64_t nanoseconds() {
   int64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
@@ -101,13 +113,7 @@ inline void time_tables() {
     a.header = header.get();
     a.items = items.get();
     a.chunk_table = chunks.get();
-    gates::Args g{};
-    g.tokens = tokens;
-    g.varlen = 1;
-    g.num_v_heads = x.heads;
-    g.scale = 1.f;
-    g.g = g.beta = {gate.get(), {tokens * x.heads, x.heads, 1}, QLA_FLOAT32};
-    g.vec = vec.get();
+    const gates::Args g = gates_of(tokens, x.heads, gate.get(), vec.get());
     const double tables =
         exposed_us(60, [&](cudaStream_t s) { cuda_ok(segments::launch(a, multiprocessors(), s), "plan_segments"); });
     const double both = exposed_us(

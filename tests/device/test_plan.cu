@@ -110,13 +110,7 @@ Tables run(const Problem& p, const std::string& name) {
     a.ranges = int32_t(p.parts);
     a.range_slots = int32_t(p.slots());
     a.range_items = items;
-    gates::Args g{};
-    g.tokens = p.tokens;
-    g.varlen = 1;
-    g.num_v_heads = p.heads;
-    g.scale = 1.f;
-    g.g = g.beta = {gate.get(), {p.tokens * p.heads, p.heads, 1}, QLA_FLOAT32};
-    g.vec = vec.get();
+    const gates::Args g = gates_of(p.tokens, p.heads, gate.get(), vec.get());
     cuda_ok(segments::launch_with_gates(a, g, multiprocessors(), nullptr), "plan_and_gates");
   } else {
     cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
@@ -352,13 +346,7 @@ void balanced(const Problem& p, int shares, int ctas, const std::string& name) {
   a.balanced_shares = shares;
   a.fused_ctas = ctas;
   a.part_flags = flags.get();
-  gates::Args g{};
-  g.tokens = p.tokens;
-  g.varlen = 1;
-  g.num_v_heads = p.heads;
-  g.scale = 1.f;
-  g.g = g.beta = {gate.get(), {p.tokens * p.heads, p.heads, 1}, QLA_FLOAT32};
-  g.vec = vec.get();
+  const gates::Args g = gates_of(p.tokens, p.heads, gate.get(), vec.get());
   cuda_ok(segments::launch_balanced(a, g, nullptr), "plan_balanced_and_gates");
   cuda_ok(cudaDeviceSynchronize(), name.c_str());
   check(header.guards_intact() && list.guards_intact() && flags.guards_intact() && vec.guards_intact(),
