@@ -175,7 +175,8 @@ Tables run(const Problem& p, const std::string& name) {
     t.pre_items.clear();
     t.chains.clear();
   } else {
-    t.pre_items.resize(size_t(std::min<int64_t>(t.pre_header.num_items, int64_t(t.pre_items.size()))));
+    check((t.pre_header.num_items != 0) == (t.pre_header.cut != 0), name + ": a cut's answer is never no items");
+    t.pre_items.resize(size_t(std::clamp<int64_t>(t.pre_header.num_items, 0, int64_t(t.pre_items.size()))));
     t.chains.resize(size_t(std::min<int64_t>(t.pre_header.num_merges, int64_t(t.chains.size()))));
   }
   return t;

@@ -165,8 +165,9 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 1) cp_
   ptx::cluster_arrive_relaxed();  // before any CTA writes to another one's stages
   ptx::cluster_wait();
   ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();  // only now: what comes next counts on the pre-pass without waiting for it
   const int items = a.header->num_merges * kItems, clusters = gridDim.x / kCtas, cluster = blockIdx.x / kCtas;
+  // Only now: what comes next counts on the pre-pass without waiting for it, and the next range writes the header anew.
+  ptx::grid_dependency_launch();
   if (warp == kWarps)
     load_moves(s, a, items, cluster, clusters, rank, lane);
   else

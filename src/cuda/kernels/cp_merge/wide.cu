@@ -26,8 +26,9 @@ __global__ void __launch_bounds__(kThreads, 1) cp_merge_wide(const __grid_consta
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (leaves(a)) return;
   ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();  // only now: what comes next counts on the pre-pass without waiting for it
   const int items = a.header->num_merges * kItems;
+  // Only now: what comes next counts on the pre-pass without waiting for it, and the next range writes the header anew.
+  ptx::grid_dependency_launch();
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const MergeChain chain = a.chains[item / kItems];
     const int v0 = item % kItems * kRows, row = threadIdx.x / 64, col = threadIdx.x % 64 * 2;

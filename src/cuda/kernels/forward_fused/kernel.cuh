@@ -20,7 +20,7 @@
 //   values.empty[3]     store -> load            2                   V's stage: its O has been read out
 //   raw_*[3]            load -> helper           1 + tx              tiles of a last chunk with rows to zero; the helper then completes full
 //   pairs.full[2]       intra -> state           4 (warps)           Abar and Pg of a chunk
-//   pairs.empty[2]      state -> intra           8 (warps)           the same; to save + 1: store
+//   pairs.empty[2]      state -> intra           8 (warps)           the same; to save + 1: store; with norms + 2
 //   normed[3]           intra -> state           4 (warps)           with norms: they are in the stage's vectors
 //   state_full          load -> state            1 + tx              a CTA's first initial state, in stages 1 and 2 ..
 //   state_taken         state -> load            8 (warps)           .. and its place is free
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
   if (threadIdx.x == 0) {
     sm.tiles().init(1, 4 * Cfg::kParts + (Norm && Save));
     sm.values().init(1, Cfg::kParts);
-    sm.pairs().init(4, 4 * Cfg::kParts + Save);
+    sm.pairs().init(4, 4 * Cfg::kParts + Save + (Norm && Save));
     sm.items().init(1, Cfg::kItemReaders);
     for (int s = 0; s < Cfg::kStages; s++) {
       ptx::mbarrier_init(sm.raw_tiles(s), 1);

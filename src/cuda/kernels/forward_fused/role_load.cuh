@@ -178,7 +178,8 @@ __device__ __forceinline__ void save_chunk(const ForwardArgs& a, const FusedSmem
   }
   ptx::bulk_commit();
   ptx::bulk_wait_read();
-  ptx::mbarrier_arrive(part == 0 ? sm.pairs().empty(walk.pair()) : sm.tiles().empty(walk.stage));
+  if (part != 0) ptx::mbarrier_arrive(sm.tiles().empty(walk.stage));
+  ptx::mbarrier_arrive(sm.pairs().empty(walk.pair()));  // of the vectors, too: else `full` could pass by twice while they wait
 }
 template <bool Norm, bool Save>
 __device__ __forceinline__ void fused_store_role(const ForwardArgs& a, const FusedSmem& sm, int part) {

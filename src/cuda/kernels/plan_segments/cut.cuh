@@ -293,6 +293,11 @@ __device__ __forceinline__ void stage_decay(float* to, const float* from, int32_
   for (int32_t i = 4 * whole + threadIdx.x; i < count; i += kCutThreads) to[i] = from[i];
 }
 
+// A pre-pass's count as its header has it. Every thread of the pre-pass looks up for itself whether there is anything to do,
+// while the count takes the place of the answer below: so where something is cut both are something else than 0, or the threads
+// of a CTA would not agree.
+__device__ __forceinline__ int32_t pre_pass_items(int32_t items) { return items > 0 ? items : -1; }
+
 // Boundaries alone decide whether anything is cut. The pre-pass and the merges may look that up before their own wait
 // (ptx::load_after_plan), and leave: so the answer is in memory before the next kernel is let begin. -> nothing is cut: the items
 // of plan_segments stand, no more to do.
@@ -301,7 +306,7 @@ __device__ __forceinline__ bool answer(const CutArgs& a, bool cuts) {
   if (threadIdx.x == 0) {
     PlanHeader header{};
     header.cut = cuts;
-    header.num_items = cuts ? -1 : 0;  // never 0 while the count is to come
+    header.num_items = cuts ? pre_pass_items(0) : 0;
     header.end_token = a.plan.tokens;
     *a.pre_header = header;
     __threadfence();
@@ -368,7 +373,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   if (threadIdx.x == 0) {
     PlanHeader header{};
     header.cut = 1;
-    header.num_items = s.pre_items;
+    header.num_items = pre_pass_items(s.pre_items);
     header.num_merges = s.chains;
     header.end_token = a.plan.header->end_token;
     *a.pre_header = header;

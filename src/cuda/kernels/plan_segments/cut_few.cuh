@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   if (threadIdx.x == 0) {
     PlanHeader header{};
     header.cut = 1;
-    header.num_items = s.pre_items * a.pre_v_parts;
+    header.num_items = pre_pass_items(s.pre_items * a.pre_v_parts);
     header.num_merges = s.chains;
     header.end_token = end_token;
     *a.pre_header = header;
