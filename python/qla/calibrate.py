@@ -10,18 +10,21 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qla.bench_grid import Row
 from qla.planbench import FUSED, PlanBench, Planned
 
 # as in src/plan/model.hpp and costs.hpp
-ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, MOST_ROUNDS, TAIL, QUIET_SHARE = 4, 0.25, 12.0, 0.3, 0.75
+ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, ASSUMED_FORGETTING, MOST_ROUNDS, TAIL, QUIET_SHARE = 4, 0.25, 13, 12.0, 0.3, 0.75
+SEGMENT_ENDS, DIRECT_CHUNKS, DIRECT_LAUNCH = 0.3, 40, 14.0
+FEW_CHAINS, MERGE_SMS, MOST_MERGE_SMS = 16, 16, 64
 SHIPPED = {
-    "main_full": 1.49, "main_half": 0.82, "main_full_quiet": 1.56, "main_half_quiet": 0.95, "state_half": 0.83,
-    "intra_4": 1.28, "intra_2": 1.49, "intra_1": 2.34, "merge": 1.63, "item": 10.4, "launches": 21.6, "packed": 3.8, "cut": 15.7,
-    "fused_4": 2.6, "fused_2": 2.65, "fused_1": 2.7, "fused_quiet": 2.25, "intra_launch": 8.0,
+    "main_full": 1.68, "main_half": 0.99, "main_full_quiet": 1.77, "main_half_quiet": 0.92, "state_half": 0.76,
+    "intra_4": 0.89, "intra_2": 1.12, "intra_1": 1.9, "merge": 0.63, "item": 6.1, "launches": 21.6, "packed": 5.1, "cut": 10.8,
+    "cut_item": 0.075, "fused_4": 2.36, "fused_2": 2.34, "fused_1": 2.5, "fused_quiet": 2.4, "intra_launch": 5.3,
 }  # fmt: skip
 
 # lengths, heads, segment lengths in chunks (0: no cut); each with and without V split
@@ -47,32 +50,44 @@ CASES: list[tuple[list[int], tuple[int, int], list[int]]] = [
 ]
 
 
-def makespan(groups: list[tuple[float, float]], each: Any, sms: int) -> tuple[float, float]:
-    """-> (chunks, items) that the slowest multiprocessor walks. groups: (how many, chunks); each: chunks -> microseconds."""
-    groups = [(n, chunks) for n, chunks in groups if n > 0]
+class Walk(NamedTuple):
+    """What a multiprocessor does, in constants of the model."""
+
+    chunks: float = 0.0
+    items: float = 0.0  # an item's ends
+    merges: float = 0.0  # steps that it waits for
+
+    def plus(self, other: Walk, times: float = 1.0) -> Walk:
+        return Walk(*(a + times * b for a, b in zip(self, other)))
+
+
+def makespan(groups: list[tuple[float, Walk]], each: Callable[[Walk], float], sms: int) -> Walk:
+    """Of the slowest multiprocessor. groups: (how many, what each does); each: its microseconds."""
+    groups = [(n, walk) for n, walk in groups if n > 0]
     if not groups:
-        return 0.0, 0.0
+        return Walk()
     count = sum(n for n, _ in groups)
-    longest = max(chunks for _, chunks in groups)
+    longest = max((walk for _, walk in groups), key=each)
     if count <= sms:
-        return longest, 1.0
-    total, items = sum(n * chunks for n, chunks in groups), count
+        return longest
+    total = Walk()
+    for n, walk in groups:
+        total = total.plus(walk, n)
     if count <= MOST_ROUNDS * sms:  # item by item, the longest first, to the multiprocessor that is free first
-        free = [(0.0, float(sms), 0.0, 0.0)]  # when, how many, their chunks and items
-        for left, chunks in sorted(groups, key=lambda group: -each(group[1])):
+        free = [(0.0, float(sms), Walk())]  # when, how many, what they have done
+        for left, walk in sorted(groups, key=lambda group: -each(group[1])):
             while left > 0:
-                at, many, walked, taken = free.pop(0)
+                at, many, done = free.pop(0)
                 now = min(left, many)
                 left -= now
                 if now < many:
-                    free.insert(0, (at, many - now, walked, taken))
-                free.append((at + each(chunks), now, walked + chunks, taken + 1))
+                    free.insert(0, (at, many - now, done))
+                free.append((at + each(walk), now, done.plus(walk)))
                 free.sort()
-        return free[-1][2:]
-    shared = sum(n * each(chunks) for n, chunks in groups) / sms + TAIL * each(longest)
-    if shared < each(longest):
-        return longest, 1.0
-    return total / sms + TAIL * longest, items / sms + TAIL
+        return free[-1][2]
+    if each(total) / sms + TAIL * each(longest) < each(longest):
+        return longest
+    return Walk().plus(total, 1.0 / sms).plus(longest, TAIL)
 
 
 def chunk_constants(form: int, sharing: str, rounds: float, share: float) -> dict[str, float]:
@@ -81,7 +96,8 @@ def chunk_constants(form: int, sharing: str, rounds: float, share: float) -> dic
     if rounds > QUIET_SHARE:
         power += (0.1 if form == FUSED else 0.2) * min(1.0, share / 128.0)
     if form != FUSED:
-        return {("main_half" if form == 2 else "main_full") + ("" if rounds > 1.0 else "_quiet"): power}
+        name, busy = "main_half" if form == 2 else "main_full", min(1.0, rounds)
+        return {name: busy * power, name + "_quiet": (1.0 - busy) * power}
     whole = int(rounds)
     if rounds <= QUIET_SHARE:
         return {"fused_quiet": 1.0}
@@ -111,30 +127,43 @@ def coefficients(
     sharing = "4" if group >= 4 else "2" if group >= 2 else "1"
     each = chunk_constants(form, sharing, items / sms, sum(chunks) * hv / sms if lasting else 0.0)
     per_chunk = sum(times * costs[name] for name, times in each.items())
-    main: list[tuple[float, float]] = []
-    pre: list[tuple[float, float]] = []
-    chain = 0
+    main: list[tuple[float, Walk]] = []
+    pre: list[tuple[float, Walk]] = []
+    chain = max((p - 1 for p in pieces), default=0) if exact else 0
+    chains = exact * sum(p > 1 for p in pieces)
+    free = items - exact * splits * sum(p - 1 for p in pieces)
+    hidden = len(lengths) * hv <= FEW_CHAINS and free <= sms - min(MOST_MERGE_SMS, MERGE_SMS * chains)
     for c, p in zip(chunks, pieces):
         length = math.ceil(c / p)
-        main.append((hv * splits, length))
+        ends = 1.0 if p == 1 else SEGMENT_ENDS
+        main.append((hv * splits, Walk(length, ends)))
         if p == 1:
             continue
-        main += [(exact * splits * (p - 1), length), ((hv - exact) * splits * (p - 1), length + ASSUMED_WARMUP)]
-        pre.append((exact * 2 * (2 * (p - 1) - 1), length))
-        chain = max(chain, p - 1 if exact else 0)
-    walked, started = makespan(main, lambda n: n * per_chunk + costs["item"], sms)
-    before, _ = makespan(pre, lambda n: n * costs["state_half"], sms)
+        main.append((exact * splits * (p - 1), Walk(length, ends, p - 1 if hidden else 0)))
+        main.append(((hv - exact) * splits * (p - 1), Walk(length + ASSUMED_WARMUP, ends)))
+        pre.append((exact * 2 * (2 * (p - 1) - 1), Walk(length)))
+        early = min(p - 1, (ASSUMED_FORGETTING - 1) // segment)
+        pre.append(((hv - exact) * 2 * (2 * early - 1), Walk(length)))
+    walked = makespan(main, lambda walk: walk.chunks * per_chunk + walk.items * costs["item"] + walk.merges * costs["merge"], sms)
+    before = makespan(pre, lambda walk: walk.chunks * costs["state_half"], sms)
     stage = {"intra_launch": -1.0} if form == FUSED else {f"intra_{sharing}": sum(chunks) * hv / sms}
     return {
         "launches": 1.0,
         **stage,
         "packed": float(len(lengths) > 1),
         "cut": float(segment > 0),
-        **{name: times * walked for name, times in each.items()},
-        "item": started,
-        "state_half": before,
-        "merge": float(chain),
+        "cut_item": items / splits if max(pieces) > 1 else 0.0,
+        **{name: times * walked.chunks for name, times in each.items()},
+        "item": walked.items,
+        "state_half": before.chunks,
+        "merge": walked.merges + (0 if hidden else chain),
     }
+
+
+def direct_saving(lengths: list[int], heads: tuple[int, int], form: int, sms: int) -> float:
+    """Microseconds that one direct launch of the fused form saves: no constant of a device."""
+    direct = form == FUSED and len(lengths) * heads[1] <= sms and max(lengths) <= 64 * DIRECT_CHUNKS
+    return DIRECT_LAUNCH if direct else 0.0
 
 
 def non_negative_fit(matrix: Any, right: Any) -> Any:
@@ -172,7 +201,8 @@ def fit(samples: list[dict[str, Any]], sms: int, start: dict[str, float]) -> tup
     worst = rms = 0.0
     for _ in range(4):  # which walk is the longest depends, a little, on the constants
         rows = [coefficients(s["lengths"], s["heads"], s["segment"], s["form"], sms, costs) for s in samples]
-        matrix = numpy.array([[row.get(name, 0.0) / s["us"] for name in names] for row, s in zip(rows, samples)])
+        whole = [s["us"] + direct_saving(s["lengths"], s["heads"], s["form"], sms) for s in samples]
+        matrix = numpy.array([[row.get(name, 0.0) / us for name in names] for row, us in zip(rows, whole)])
         seen = numpy.abs(matrix).sum(axis=0) > 0  # a constant that no sample has keeps its value
         found = non_negative_fit(matrix[:, seen], numpy.ones(len(samples)))
         costs.update(dict(zip([n for n, s in zip(names, seen) if s], map(float, found))))

@@ -81,27 +81,39 @@ float predict(const PlannedCall& planned, const Choice& choice, const plan::Shap
       plan::chunk_cost(costs, shape, candidate, items,
                        static_cast<float>(chunks) * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms));
   std::vector<float> main, pre;
-  int64_t chain = 0, longest_chain = 0;
+  int64_t chain = 0, longest_chain = 0, chains = 0, merged = 0;
+  int64_t longest = 0;  // chunks of a sequence
+  for (const Segment& s : segments) longest = std::max(longest, s.first_chunk + s.num_chunks);
   bool cut = false;
   for (const Segment& s : segments) {
     cut |= s.index > 0;
+    merged += s.start == QLA_START_MERGED;
+    chain = s.start == QLA_START_MERGED ? chain + 1 : 0;
+    chains += chain > 1 && s.is_end;  // with an M to multiply by
+    longest_chain = std::max(longest_chain, chain);
+  }
+  const bool hidden =
+      plan::hides_merges(costs, shape, static_cast<float>(chains), items - static_cast<float>(merged * choice.value_splits));
+  for (const Segment& s : segments) {
+    const float ends = s.index == 0 && s.is_end ? costs.item : plan::kSegmentEnds * costs.item;
+    const float delay = hidden && s.start == QLA_START_MERGED ? static_cast<float>(longest_chain) * costs.merge : 0.0f;
     for (int32_t part = 0; part < choice.value_splits; ++part)
-      main.push_back(static_cast<float>(s.walked_chunks()) * per_chunk + costs.item);
+      main.push_back(static_cast<float>(s.walked_chunks()) * per_chunk + ends + delay);
     for (int32_t part = 0; part < 2; ++part) {
       if (s.needs_end_state) pre.push_back(static_cast<float>(s.walked_chunks()) * costs.state_half);
       if (s.needs_transition) pre.push_back(static_cast<float>(s.num_chunks) * costs.state_half);
     }
-    chain = s.start == QLA_START_MERGED ? chain + 1 : 0;
-    longest_chain = std::max(longest_chain, chain);
   }
   if (choice.balanced) {
-    float total = 0, longest = 0;
-    for (const float us : main) total += us, longest = std::max(longest, us);
+    float total = 0, longest_us = 0;
+    for (const float us : main) total += us, longest_us = std::max(longest_us, us);
     return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) +
-           std::max(longest, total / static_cast<float>(costs.num_sms)) + plan::kHandOver;
+           std::max(longest_us, total / static_cast<float>(costs.num_sms)) + plan::kHandOver;
   }
   return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) + makespan(main, costs.num_sms) +
-         makespan(pre, costs.num_sms) + static_cast<float>(longest_chain) * costs.merge;
+         makespan(pre, costs.num_sms) + (hidden ? 0.0f : static_cast<float>(longest_chain) * costs.merge) +
+         (cut ? costs.cut_item * static_cast<float>(segments.size()) : 0.0f) -
+         (plan::one_direct_launch(costs, candidate, items, longest) ? plan::kDirectLaunch : 0.0f);
 }
 
 void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t num_lens, const float* chunk_log_decay,

@@ -10,7 +10,7 @@
 
 namespace qla::cuda {
 
-inline constexpr plan::Capabilities kForwardCapabilities{.fused = true, .v_split = true, .segments = true};
+inline constexpr plan::Capabilities kForwardCapabilities{.fused = true, .v_split = true, .segments = true, .mixed = true};
 
 // What every kernel asks of q, k and v, on whatever device.
 inline void check_served(const Problem& p) {
@@ -32,6 +32,7 @@ inline plan::Capabilities forward_capabilities(const qla_gdn_forward_args& args)
   plan::Capabilities can = kForwardCapabilities;
   const bool keeps = present(args.saved) || outputs_of_intra(args);
   can.fused = can.fused && !present(args.h) && !present(args.state_checkpoints) && !keeps;
+  can.mixed = can.mixed && !present(args.h) && !present(args.state_checkpoints) && !outputs_of_intra(args);
   return can;
 }
 

@@ -51,7 +51,8 @@ PlanMemo::Key plan_key(const qla_gdn_forward_args& args, const Problem& p) {
   static_assert(sizeof threshold == sizeof args.cp_warmup_threshold);
   std::memcpy(&threshold, &args.cp_warmup_threshold, sizeof threshold);
   const int64_t bits = exports_intra(args) << 4 | outputs_of_intra(args) << 5 | p.varlen | present(args.saved) << 1 |
-                       can.fused << 2 | present(args.state_indices) << 3 | int64_t(p.dtype) << 8 | int64_t(args.cp_mode) << 16;
+                       can.fused << 2 | present(args.state_indices) << 3 | can.mixed << 6 | int64_t(p.dtype) << 8 |
+                       int64_t(args.cp_mode) << 16;
   return {args.device,
           p.batch,
           p.tokens,
@@ -142,6 +143,11 @@ segments::Args plan_args(const Run& r) {
   a.balanced_shares = int32_t(r.plan.counts.balanced_shares);
   a.fused_ctas = int32_t(std::min<int64_t>(r.plan.counts.items, r.device.multiprocessors));
   a.part_flags = r.b.part_flags;
+  if (r.plan.counts.uncut_items) {
+    a.v_parts = r.plan.choice.uncut_splits;
+    a.header = r.b.uncut_header;
+    a.items = r.b.uncut_items;
+  }
   if (r.plan.counts.both) {
     a.fused_chunks = r.plan.choice.fused_chunks;
     a.fused_header = r.b.fused_header;
@@ -168,6 +174,12 @@ segments::CutArgs cut_args(const Run& r) {
   const int multiprocessors = r.device.multiprocessors;
   segments::CutArgs a{};
   a.plan = plan_args(r);
+  if (counts.uncut_items) {
+    a.uncut_header = a.plan.header;
+    a.plan.header = b.header;
+    a.plan.items = b.items;
+    a.plan.v_parts = r.plan.choice.value_splits;
+  }
   a.rule = r.plan.choice.rule;
   a.decay = present(r.args.saved) && !cuts_early(r) ? b.saved.decay : b.decay;
   const int64_t intra_ctas = r.slots * r.p.num_k_heads * intra_parts(r.p, r.slots, r.device);
@@ -281,6 +293,17 @@ ForwardParams fused_params(const ForwardParams& main, const Run& r) {
   f.carry_in = f.carry_out = nullptr;
   return f;
 }
+// .. of a packing in which nothing was cut, where that has a list of its own. Behind the pass over what was cut: all that this
+// one reads was complete when that one began.
+ForwardParams uncut_params(const ForwardParams& main, const Run& r) {
+  ForwardParams f = main;
+  f.plan = r.b.uncut_header;
+  f.items = r.b.uncut_items;
+  f.max_items = int32_t(r.plan.counts.uncut_items);
+  f.v_parts = r.plan.choice.uncut_splits;
+  f.rehearse = f.v_parts == 1;
+  return f;
+}
 // S_ext and M of the segments whose successor is merged
 ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b, const ForwardCounts& counts, bool idle) {
   ForwardParams f = main;
@@ -339,7 +362,7 @@ void make_outputs(const Run& r, const CUtensorMap& map_k) {
 bool plans_inside(const Run& r) {
   const ForwardCounts& counts = r.plan.counts;
   return !cuts_early(r) && !counts.fused && !counts.both && counts.ranges == 1 && r.p.total_tokens() > 0 &&
-         direct_plan(r.p, counts.v_parts, r.device);
+         direct_plan(r.p, std::max<int64_t>(counts.v_parts, r.plan.choice.uncut_splits), r.device);
 }
 
 // Whether each work item of a fused call has a multiprocessor to itself, which then needs nothing from a kernel before. The gate
@@ -406,7 +429,9 @@ void run_range(const Run& r) {
       params.merging = true;
     }
   }
+  params.asks |= counts.uncut_items > 0;
   launch_forward(params, multiprocessors, r.stream);
+  if (counts.uncut_items) launch_forward(uncut_params(params, r), multiprocessors, r.stream);
   if (r.plan.choice.fused && outputs_of_intra(r.args) && r.p.total_tokens() > 0)
     make_outputs(r, make_token_map(map_shape(r.args.k), r.p.dtype == QLA_BFLOAT16, "k"));
 }

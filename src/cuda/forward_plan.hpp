@@ -46,6 +46,7 @@ inline PlanInput plan_input(const qla_gdn_forward_args& args, const Problem& p, 
   const bool tables = outputs_of_intra(args);  // one table of all chunks, which is made by neither
   in.can.both = in.can.fused && p.varlen && !tables;
   in.can.balanced = in.can.fused && !tables;
+  in.can.mixed = in.can.mixed && p.varlen;
   return in;
 }
 
@@ -68,7 +69,7 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
     shape.equal_lengths =
         in.shape.equal_lengths || in.shape.num_seqs > 3;  // of many, one long sequence is unlikely (profiles_of)
     bounds.total_tokens = std::max<int64_t>(0, range_slots - in.shape.num_seqs) * plan::kChunkTokens;
-    can.fused = can.both = can.balanced = false;
+    can.fused = can.both = can.balanced = can.mixed = false;
     can.segments = can.segments && cuts;
   }
   const plan::Choice& choice = result.choice = plan::choose(in.costs, shape, in.policy, can);
@@ -84,6 +85,8 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
   counts.cut = choice.rule.segment_chunks > 0;
   counts.units = counts.items / choice.value_splits;
   counts.end_states = plan::most_end_states(bounds, choice);
+  if (choice.uncut_splits > 0 && counts.end_states == 0) result.choice.uncut_splits = 0;  // too short a call to cut anything
+  if (choice.uncut_splits > 0) counts.uncut_items = in.problem.num_seqs * in.problem.num_v_heads * choice.uncut_splits;
   result.bytes = lay_out_forward(nullptr, in.problem, counts, in.saved).bytes;
   return result;
 }
@@ -104,6 +107,8 @@ inline constexpr int64_t kMostBothRanges = 4;
 inline ForwardPlan both_in_ranges(const PlanInput& in, const plan::Choice& whole, int64_t ranges) {
   ForwardPlan result = plan_ranges(in, plan::part_slots(in.problem.chunk_slots(), in.problem.num_seqs, ranges), false);
   result.counts.ranges = ranges;
+  result.choice.value_splits = whole.value_splits;  // the long packing's, whatever suits a range of equal ones
+  result.counts.v_parts = whole.value_splits;
   result.counts.items = in.problem.num_seqs * in.problem.num_v_heads * result.counts.v_parts;
   result.choice.fused_chunks = whole.fused_chunks;
   result.choice.reason = whole.reason;

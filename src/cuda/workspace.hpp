@@ -39,6 +39,8 @@ struct ForwardBuffers {
   int32_t* part_flags;       // balanced: of the borders, whose states lie in carry[0]
   PlanHeader* fused_header;  // of the fused form, where a call has both
   WorkItem* fused_items;
+  PlanHeader* uncut_header;  // where it takes all of V if something is cut, and halves if nothing is: of the latter
+  WorkItem* uncut_items;
   // context parallelism
   float* decay;  // [slot][HV]: what cuts look at; where they run early and forward saves, not what is saved
   PlanHeader* pre_header;
@@ -59,6 +61,7 @@ struct ForwardCounts {
   bool keeps = false;           // fused: Abar and the vectors, for outputs made of them
   int64_t balanced_shares = 0;  // fused: shares of a balanced list (plan/balance.hpp); 0: it is not
   bool both = false;            // both forms: items and v_parts are the two kernels'
+  int64_t uncut_items = 0;      // of a list of its own for packings in which nothing is cut; 0: one list
   int64_t units = 0;            // bound on segments over all value heads
   int64_t end_states = 0;       // bound on merged boundaries
 };
@@ -91,6 +94,10 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
     b.fused_header = layout.take<PlanHeader>(1);
     b.fused_items = layout.take<WorkItem>(p.num_seqs * p.num_v_heads);
     b.gates = reinterpret_cast<float*>(b.pg);  // one of them is written, the chosen form's
+  }
+  if (n.uncut_items) {
+    b.uncut_header = layout.take<PlanHeader>(1);
+    b.uncut_items = layout.take<WorkItem>(n.uncut_items);
   }
   if (n.cut) {
     if (saved_given) b.decay = layout.take<float>(n.range_slots * p.num_v_heads);

@@ -13,13 +13,14 @@
 
 namespace qla::plan {
 
-inline constexpr int64_t kLeastSegmentChunks = 4;
+inline constexpr int64_t kLeastSegmentChunks = 6;
 inline constexpr int64_t kInvariantSegmentChunks = 64;  // batch-invariant: depends on nothing
 inline constexpr int64_t kItemsPerSm = 4;               // no more segments than this: bounds the merges' workspace
 
 struct Capabilities {  // what the device's kernels can do
   bool fused = true, v_split = true, segments = true;
   bool balanced = false;  // the fused form's items in two parts each where that fills the last round
+  bool mixed = false;     // all of V where a sequence is cut and halves where none is, in one call
   bool both = false;      // fused and two kernels in one call, the planning kernel gives all items to one of them
 };
 
@@ -33,6 +34,7 @@ enum class Reason : int32_t {
   ValueSplit,
   Segments,
   SegmentsAndSplit,
+  SegmentsOrSplit,
   BothForms,
   Balanced
 };
@@ -57,6 +59,8 @@ inline const char* reason_text(Reason reason) {
       return "few heads: sequences are cut into segments";
     case Reason::SegmentsAndSplit:
       return "few heads: sequences are cut into segments, V into halves";
+    case Reason::SegmentsOrSplit:
+      return "few heads: a long sequence is cut into segments; where none is long, two halves of V: seen on the device";
     case Reason::Balanced:
       return "sequences and heads fill the device: no cut; items in two parts fill its last round";
     case Reason::BothForms:
@@ -69,6 +73,7 @@ struct Choice {
   CutRule rule;
   int32_t value_splits = 1;  // 1 or 2 items a segment and head
   bool fused = false;
+  int32_t uncut_splits = 0;  // .. where no sequence of a packing turns out to be cut; 0: the same
   // 0: one form. Else both are in the call: fused for a packing whose longest sequence has at most so many chunks, and two
   // kernels with value_splits (2) else (forms.hpp).
   int64_t fused_chunks = 0;
@@ -77,14 +82,12 @@ struct Choice {
   Reason reason = Reason::NothingToCut;
 };
 
-// Where sequences have at most so many chunks each, one direct launch of the fused form needs nothing before it.
-inline constexpr int64_t kDirectChunks = 40;
 inline constexpr int64_t kMostBalancedRounds = 8;  // then the queue evens them out
 
 // Dense calls have equal sequences. A packing's lengths are unknown: equal, or one long sequence and short ones; with two or
 // three sequences the second is half as likely (a wrong guess at equal ones costs more: decision 0056), more even out.
 struct Profiles {
-  Profile all[2];
+  Profile all[3];
   int32_t count = 0;
 };
 
@@ -97,12 +100,19 @@ inline Profiles profiles_of(const Shape& shape) {
   const bool uneven = !shape.equal_lengths && seqs > 1;
   const float long_weight = !uneven ? 0.0f : seqs <= 3 ? kLongWeight : 0.05f;
   profiles.all[profiles.count++] = {{{seqs, each}, {0, 0}}, 1, 1.0f - long_weight};
-  if (uneven) {
-    const int64_t longest = seqs <= 3 ? total * 7 / 8 : total / 2;
-    profiles.all[profiles.count++] = {{{1, longest}, {seqs - 1, ceil_div(total - longest, seqs - 1)}}, 2, long_weight};
+  const auto add_long = [&](int64_t longest, float weight) {
+    profiles.all[profiles.count++] = {{{1, longest}, {seqs - 1, ceil_div(total - longest, seqs - 1)}}, 2, weight};
+  };
+  if (uneven && seqs == 2) {
+    add_long(total * 3 / 4, 0.5f * long_weight);
+    add_long(total * 7 / 8, 0.5f * long_weight);
+  } else if (uneven) {
+    add_long(seqs == 3 ? total * 7 / 8 : total / 2, long_weight);
   }
   return profiles;
 }
+
+inline constexpr float kSureOfACut = 0.9f;
 
 inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Capabilities& can) {
   const Profiles profiles = profiles_of(shape);
@@ -130,26 +140,38 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     us = whole;
     return true;
   };
-  Candidate best{0, 0, false};
-  float best_us = 0;
+  Candidate best{0, 0, false}, best_uncut = best;
+  float best_us = 0, best_uncut_us = 0;
   const auto consider = [&](const Candidate& candidate) {
     float us = 0, each = 0;
     for (int32_t i = 0; i < profiles.count; ++i)
       better_whole(profiles.all[i], candidate, each), us += profiles.all[i].weight * each;
     if (best.splits == 0 || us < best_us) best = candidate, best_us = us;
+    if (candidate.segment_chunks == 0 && (best_uncut.splits == 0 || us < best_uncut_us))
+      best_uncut = candidate, best_uncut_us = us;
   };
   // The fused form keeps nothing in memory, which segments and backward need. Whether it rounds as the two kernels do is nobody's
   // promise: a batch-invariant call never uses it.
   if (can.fused && given == 0 && !shape.backward && !policy.batch_invariant) consider({0, 1, true});
   for (int32_t splits = 1; splits <= (can.v_split ? 2 : 1); ++splits) {
     consider({given, splits, false});
+    const bool mixes = can.mixed && can.v_split && leaves_whole && shape.num_seqs >= kLeastBothSeqs &&
+                       shape.num_seqs <= kMostBothSeqs && profiles.count > 1 && !shape.backward;
+    if (mixes && repeats && splits == 1 && given > 0 && given < longest) consider({given, 1, false, 0, false, 2});
     if (!free_choice) continue;
     for (const int64_t pieces : {2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128}) {
       const int64_t length = ceil_div(total, pieces);
       if (length < kLeastSegmentChunks || pieces * shape.num_v_heads > kItemsPerSm * costs.num_sms) break;
-      if (length < longest) consider({length, splits, false});
+      if (length >= longest) continue;
+      consider({length, splits, false});
+      if (mixes && splits == 1) consider({length, 1, false, 0, false, 2});
     }
   }
+
+  // Equal sequences pay for the question whether anything is cut, and nobody has measured packings of three.
+  if (free_choice && shape.num_seqs > 2 && best.segment_chunks >= profiles.all[0].kinds[0].chunks / 2 &&
+      best_us > kSureOfACut * best_uncut_us)
+    best = best_uncut, best_us = best_uncut_us;
 
   // Both forms, uncut: each profile by its better one, at the price of the launches that find nothing.
   int64_t fused_chunks = 0;
@@ -163,7 +185,7 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
       us += profile.weight *
             std::min(estimate(costs, shape, policy, profile, fused), estimate(costs, shape, policy, profile, halves));
     }
-    if (us < best_us) {
+    if (us < best_us || (shape.num_seqs > 2 && kSureOfACut * us < best_us)) {
       const int64_t step = ceil_div(total, 64), others = shape.num_seqs - 1;
       for (int64_t ends = profiles.all[0].kinds[0].chunks; ends < total; ends += step) {
         const Profile one_longer{{{1, ends}, {others, ceil_div(total - ends, others)}}, 2, 1.0f};
@@ -197,6 +219,7 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
 
   Choice choice;
   choice.value_splits = best.splits;
+  choice.uncut_splits = best.uncut_splits;
   choice.fused = best.fused;
   choice.fused_chunks = fused_chunks;
   choice.balanced = balanced;
@@ -214,7 +237,9 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   else if (fused_chunks > 0)
     choice.reason = Reason::BothForms;
   else if (best.segment_chunks > 0)
-    choice.reason = best.splits == 2 ? Reason::SegmentsAndSplit : Reason::Segments;
+    choice.reason = best.uncut_splits > 0 ? Reason::SegmentsOrSplit
+                    : best.splits == 2    ? Reason::SegmentsAndSplit
+                                          : Reason::Segments;
   else if (best.splits == 2)
     choice.reason = Reason::ValueSplit;
   else
@@ -229,6 +254,7 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
 // What a packing with a longest sequence of so many chunks runs by.
 inline Choice chosen_form(Choice choice, int64_t longest_chunks) {
   if (choice.fused_chunks > 0 && takes_fused(longest_chunks, choice.fused_chunks)) choice.fused = true, choice.value_splits = 1;
+  if (choice.uncut_splits > 0 && !choice.rule.cuts(longest_chunks)) choice.value_splits = choice.uncut_splits;
   return choice;
 }
 

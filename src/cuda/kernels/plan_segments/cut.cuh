@@ -309,6 +309,7 @@ __device__ __forceinline__ bool answer(const CutArgs& a, bool cuts) {
     header.num_items = cuts ? pre_pass_items(0) : 0;
     header.end_token = a.plan.tokens;
     *a.pre_header = header;
+    if (!cuts && a.uncut_header) *a.plan.header = header_without_items(a.plan.tokens);
     __threadfence();
   }
   __syncthreads();
@@ -371,6 +372,11 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
     }
   }
   if (threadIdx.x == 0) {
+    if (a.uncut_header) {
+      a.plan.header->valid_tokens = a.uncut_header->valid_tokens;
+      a.plan.header->end_token = a.uncut_header->end_token;
+      *a.uncut_header = header_without_items(a.plan.tokens);
+    }
     PlanHeader header{};
     header.cut = 1;
     header.num_items = pre_pass_items(s.pre_items);

@@ -11,6 +11,9 @@ inline constexpr int kFewUnits = 1024;  // segments over all heads: with no more
 
 struct CutArgs {
   Args plan;  // boundaries, sizes, header and items of the main pass
+  // plan_segments' header, where its list is not the main pass's: that one has the items if anything is cut, else this one. Then
+  // `plan`'s header is written here alone.
+  PlanHeader* uncut_header;
   qla::plan::CutRule rule;
   const float* decay;   // [slot][HV] of chunk_intra
   int32_t staged;       // 1: decay fits in shared memory

@@ -186,16 +186,17 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
 
   ptx::grid_dependency_wait();
   if (!a.early) ptx::grid_dependency_launch();
+  const PlanHeader& planned = a.uncut_header ? *a.uncut_header : *a.plan.header;
   int64_t end_token = 0;
   if (reinterpret_cast<uintptr_t>(a.decay) % 16 == 0 && gates % 4 == 0) {
     if (threadIdx.x == 0) {
       ptx::mbarrier_arrive_expect(arrived, 4 * gates);
       ptx::bulk_load(ptx::shared_address(s_decay), a.decay, 4 * gates, arrived);
-      end_token = a.plan.header->end_token;
+      end_token = planned.end_token;
     }
     ptx::mbarrier_wait(arrived, 0);
   } else {
-    if (threadIdx.x == 0) end_token = a.plan.header->end_token;
+    if (threadIdx.x == 0) end_token = planned.end_token;
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < gates; i += threads) ptx::cp_async<4>(ptx::shared_address(s_decay + i), a.decay + i);
     ptx::cp_async_wait_all();
@@ -260,6 +261,11 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
     header.num_merges = s.chains;
     header.end_token = end_token;
     *a.pre_header = header;
+    if (a.uncut_header) {
+      a.plan.header->valid_tokens = a.uncut_header->valid_tokens;
+      a.plan.header->end_token = end_token;
+      *a.uncut_header = header_without_items(a.plan.tokens);
+    }
     a.plan.header->num_items = units * a.plan.v_parts;
     a.plan.header->next_item = 0;
     a.plan.header->num_merges = s.chains;

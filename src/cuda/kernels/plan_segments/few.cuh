@@ -146,9 +146,7 @@ __global__ void __launch_bounds__(kThreads)
 // Both forms: the tables of one range, or in the first range's place the fused form's; headers without work for whoever has none.
 __device__ __forceinline__ void plan_both(const Args& a, Args& own, const FewSequences& few, bool fused, int range, int cta,
                                           int ctas) {
-  PlanHeader none{};
-  none.valid_tokens = 1;
-  none.end_token = a.tokens;
+  const PlanHeader none = header_without_items(a.tokens);
   if (threadIdx.x == 0) {
     own = a;
     if (fused) {

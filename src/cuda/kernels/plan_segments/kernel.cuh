@@ -247,6 +247,14 @@ __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int 
   }
 }
 
+// The header of whoever has nothing to do, and no padding to zero
+__device__ __forceinline__ PlanHeader header_without_items(int64_t tokens) {
+  PlanHeader none{};
+  none.valid_tokens = 1;
+  none.end_token = tokens;
+  return none;
+}
+
 __global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant__ Args a) {
   __shared__ Shared s;
   ptx::grid_dependency_launch();
