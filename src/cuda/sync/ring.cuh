@@ -21,6 +21,8 @@ struct Ring {
 
 // A full/empty pair of barrier arrays: the producer waits on empty (the first round passes at once), the consumer on full.
 // Barriers lie at `base`: full[0], full[1], .., empty[0], .. (8 bytes each).
+// Where all lanes of a warp wait and one of them hands back, __syncwarp comes between: a lane that is late would otherwise look
+// when the phase it waits for and the next one have passed, and wait for ever.
 template <int Stages>
 struct Edge {
   static constexpr int kBytes = 16 * Stages;

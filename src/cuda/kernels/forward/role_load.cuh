@@ -122,6 +122,7 @@ __device__ __forceinline__ void store_role(const ForwardArgs& a, const ForwardSm
 #pragma unroll 1
     for (int c = 0; c < chunks; c++, row += 64) {
       ptx::mbarrier_wait(sm.out_full(part, ring.stage), ring.phase);
+      __syncwarp();  // no lane still waits for this phase when lane 0 lets the stage's next one come: it would miss both
       const uint32_t tile = sm.stage(ring.stage) + Cfg::kOffV + part * 8192;
       const int rows = c == chunks - 1 ? slot::last_rows(item) : 64;
       if (c >= warmup && rows != 64) {

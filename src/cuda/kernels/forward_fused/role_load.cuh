@@ -197,6 +197,7 @@ __device__ __forceinline__ void fused_store_role(const ForwardArgs& a, const Fus
       if constexpr (Save)
         if (lane == 0 && (Norm || part == 0)) save_chunk<Norm>(a, sm, walk, part);
       ptx::mbarrier_wait(sm.out_full(part, s), walk.phase());
+      __syncwarp();  // no lane still waits for this phase when lane 0 lets the stage's next one come: it would miss both
       const uint32_t tile = sm.v_stage(s) + part * 8192;
       if (walk.bits < 64 && slot::last_rows(item) != 64) {
         store_tail(a, item, tile, row, part * 64, lane);
