@@ -40,7 +40,7 @@ SANITIZED = {
     "qla_device_test_plan": ["quick"],
     "qla_device_test_cp_merge": ["quick"],
     "qla_device_test_backward_cut": ["quick"],
-    "qla_device_test_forward": ["fused", "saves"],  # but those that save: no call takes that form (docs/gpu/UNVERIFIED.md)
+    "qla_device_test_forward": ["fused"],
     "qla_device_test_forward_balanced": ["quick"],
     "qla_device_test_chunk_intra": ["quick"],
 }

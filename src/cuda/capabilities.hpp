@@ -26,12 +26,11 @@ inline bool exports_intra(const qla_gdn_forward_args& args) {
 }
 inline bool outputs_of_intra(const qla_gdn_forward_args& args) { return exports_intra(args) || present(args.a_inv); }
 
-// .. for one call. The fused form could keep what it makes of the chunks (decision 0079) and does not for now: initcheck did not
-// get through its cases, for a reason that is not known. So whatever is kept comes from two kernels; states on the way as ever.
+// .. for one call: the fused form keeps what it makes of the chunks that it walks (decision 0079), but no states on the way.
 inline plan::Capabilities forward_capabilities(const qla_gdn_forward_args& args) {
   plan::Capabilities can = kForwardCapabilities;
-  const bool keeps = present(args.saved) || outputs_of_intra(args);
-  can.fused = can.fused && !present(args.h) && !present(args.state_checkpoints) && !keeps;
+  const bool keeps = present(args.saved) || exports_intra(args), skips = present(args.state_indices);
+  can.fused = can.fused && !present(args.h) && !present(args.state_checkpoints) && !(keeps && skips);
   can.mixed = can.mixed && !present(args.h) && !present(args.state_checkpoints) && !outputs_of_intra(args);
   return can;
 }

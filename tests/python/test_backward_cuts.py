@@ -132,9 +132,12 @@ def test_ranges_equal_one_range(device: Device) -> None:
                 assert torch.equal(x, y), f"{grad} with {mib} MiB"
 
 
-def test_what_forward_kept_gives_the_same_bits(device: Device) -> None:
-    """Abar and the gate vectors from forward's buffer, or made again."""
-    for lengths, cut in (((700,), OFF), ((130, 1, 0, 400), OFF), ((450,), (_ffi.CP_FIXED, 2, None))):
+def test_what_forward_kept_gives_the_same_gradients(device: Device) -> None:
+    """Abar and the gate vectors from forward's buffer, or made again: the same bits where both are made by two kernels, which `cut` or the
+    flag asks for; else the fused form, which sums norms in another order, may have made what was kept (decision 0079)."""
+    batch = _ffi.FLAG_BATCH_INVARIANT
+    fixed = (_ffi.CP_FIXED, 2, None)
+    for lengths, cut, flags in (((700,), OFF, 0), ((700,), OFF, batch), ((130, 1, 0, 400), OFF, 0), ((450,), fixed, 0)):
         inputs: dict[str, Any] = device.inputs(sum(lengths), seed=1307)
         inputs.pop("initial_state", None)
         inputs["norm"] = True
@@ -142,9 +145,11 @@ def test_what_forward_kept_gives_the_same_bits(device: Device) -> None:
             inputs["cu_seqlens"] = device.cu(*(sum(lengths[:i]) for i in range(len(lengths) + 1)))
         do, dht = upstream(inputs, len(lengths))
         arguments = [inputs[n] for n in ("q", "k", "v", "g", "beta")] + [None, inputs.get("cu_seqlens"), None, None, None]
-        saved = torch.ops.qla.gdn_forward(*arguments, 128**-0.5, _ffi.FLAG_QK_L2NORM, *cut, 0, False, True, 0)[2]
+        flags |= _ffi.FLAG_QK_L2NORM
+        saved = torch.ops.qla.gdn_forward(*arguments, 128**-0.5, flags, *cut, 0, False, True, 0)[2]
+        one_form = device.name == "cpu" or flags & batch or cut is not OFF
         for grad, x, y in zip(NAMES, backward(inputs, do, dht, cut, saved=saved), backward(inputs, do, dht, cut)):
-            assert torch.equal(x, y), grad
+            assert torch.equal(x, y) if one_form else distance(x, y) <= 3e-3, grad
 
 
 def test_few_chunks_keep_nothing(device: Device) -> None:
