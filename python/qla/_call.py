@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ctypes import byref, c_size_t
 from typing import Any
 
@@ -52,6 +52,8 @@ def _fast_empty(name: str, device: str) -> Any:
 
 _empty_cpu = _fast_empty("_empty_strided_cpu", "cpu")
 _empty_cuda = _fast_empty("_empty_strided_cuda", "cuda")  # on the current device
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # a torch without CUDA has none of these
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
 def _empty_of(cuda: int) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
@@ -59,7 +61,7 @@ def _empty_of(cuda: int) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
     -1 for the CPU."""
     if cuda < 0:
         return _empty_cpu
-    if cuda == torch._C._cuda_getDevice():
+    if cuda == _current_device():
         return _empty_cuda
     device = torch.device("cuda", cuda)
     return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -88,12 +90,14 @@ class _Entry:
     """What one signature needs at every call."""
 
     __slots__ = (
-        "template", "cuda", "copies", "bytes", "best", "usual", "saved_bytes", "o_layout", "ht_layout", "backward_ok", "backwards", "grads", "looks"
+        "template", "cuda", "threads", "copies", "bytes", "best", "usual", "saved_bytes", "o_layout", "ht_layout", "backward_ok", "backwards", "again",
+        "backward_looks", "grads", "looks",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.template = array("Q")
         self.cuda = -1  # device index, -1 on the CPU
+        self.threads = 0  # the word of flags and threads, without the threads
         self.copies: tuple[int, ...] = ()  # inputs that must be made contiguous first
         self.bytes = 0
         self.best = self.usual = 0  # backward: without a limit by the caller
@@ -102,12 +106,13 @@ class _Entry:
         self.ht_layout: Layout | None = None
         self.backward_ok: set[int] = set()
         self.backwards: dict[Any, _Entry] = {}  # of the gradient nodes that this signature's calls leave
+        self.again: dict[int, Any] = {}  # .. and what a backward of them like one before needs (_again.py)
         self.grads: tuple[tuple[int, Layout], ...] = ()
-        self.looks = 0  # that were made for it (ops.py)
+        self.looks = self.backward_looks = 0  # that were made for it (_again.py)
 
 
 _forward_entries: dict[Any, _Entry] = {}
-repeats: dict[Any, Any] = {}  # of ops.py
+repeats: dict[Any, Any] = {}  # of _again.py
 _backward_entries: dict[Any, _Entry] = {}
 _local = threading.local()
 _run_forward: Any = None
@@ -175,6 +180,7 @@ def _forward_entry(inputs: Inputs, options: Options, output_final_state: bool, s
         entry.cuda = q.get_device()
         _ffi.check(library.qla_prepare(entry.cuda))
     entry.template = array("Q", bytes(args))
+    entry.threads = options[1] << 32
     entry.o_layout = layout_of(tuple(v.shape), q.dtype)
     if output_final_state and inputs[10] is None:
         entry.ht_layout = layout_of(final_shape(q, v, inputs[6], options[1]), state_dtype(q.dtype))
@@ -201,10 +207,6 @@ def _workspace(words: Any, nbytes: int, cuda: int) -> Tensor:
         words[_W_WORKSPACE] = (space.data_ptr() + 255) & ~255
     words[_W_BYTES] = nbytes
     return space
-
-
-def _stream(index: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(index)
 
 
 def find_forward_entry(inputs: Inputs, options: Options, output_final_state: bool, save: bool, extras: Extras | None) -> _Entry:
@@ -236,7 +238,8 @@ def find_forward_entry(inputs: Inputs, options: Options, output_final_state: boo
     return entry
 
 
-def _require_backward(entry: _Entry, inputs: Inputs, needs: int, options: Options, output_final_state: bool) -> None:
+def require_backward(entry: _Entry, inputs: Inputs, needs: int, options: Options, output_final_state: bool) -> None:
+    """Raises what backward could not do with these inputs."""
     if needs not in entry.backward_ok:
         check_backward(inputs, needs, options, output_final_state)
         entry.backward_ok.add(needs)
@@ -251,7 +254,7 @@ def check_forward(
         copied = tuple(x.new_empty(x.shape) if i in entry.copies else x for i, x in enumerate(inputs))  # type: ignore[union-attr]
         check_forward(copied, options, output_final_state, needs, extras)
     elif needs:
-        _require_backward(entry, inputs, needs, options, output_final_state)
+        require_backward(entry, inputs, needs, options, output_final_state)
 
 
 def forward(
@@ -280,8 +283,8 @@ def forward_of(
     """The same, by the entry of its signature."""
     if entry.copies:
         return forward(_copied(inputs, entry.copies), options, output_final_state, save, needs, extras)
-    if needs and needs not in entry.backward_ok:
-        _require_backward(entry, inputs, needs, options, output_final_state)
+    if needs:
+        require_backward(entry, inputs, needs, options, output_final_state)
 
     q, v = inputs[0], inputs[2]
     words = entry.template[:]
@@ -297,10 +300,19 @@ def forward_of(
         if (words[_F_IN[0]] | words[_F_IN[1]] | words[_F_IN[2]]) & 15:
             misaligned = tuple(i for i in (0, 1, 2) if words[_F_IN[i]] & 15)
             return forward(_copied(inputs, misaligned), options, output_final_state, save, needs, extras)
-        words[_W_STREAM] = _stream(entry.cuda)
+    return run_forward(entry, words, save, extras)
+
+
+def run_forward(
+    entry: _Entry, words: Any, save: bool | int, extras: Extras | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """words: the entry's template with the inputs' addresses."""
+    cuda = entry.cuda
+    if cuda >= 0:
+        words[_W_STREAM] = _stream(cuda)
     else:
-        words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
-    empty = _empty_of(entry.cuda)
+        words[_W_THREADS] = entry.threads | torch.get_num_threads()
+    empty = _empty_of(cuda)
     if extras is None:
         o = empty(*entry.o_layout)
     else:
@@ -327,7 +339,7 @@ def forward_of(
             )
         saved = empty((size,), (1,), torch.uint8)
         _set_saved(words, _F_SAVED, saved)
-    space = _workspace(words, entry.bytes, entry.cuda) if entry.bytes else None
+    space = _workspace(words, entry.bytes, cuda) if entry.bytes else None
     status = _run_forward(words.buffer_info()[0])
     del space
     if status:
@@ -376,22 +388,21 @@ def _backward_entry(
     entry.bytes, entry.best = least.value, max(best.value, least.value)
     entry.usual = max(entry.bytes, min(entry.best, default_backward_bytes()))
     entry.template = array("Q", bytes(args))
+    entry.threads = options[1] << 32
     entry.cuda = q.get_device() if q.is_cuda else -1
     return entry
 
 
-def backward(
+def find_backward_entry(
     inputs: Inputs,
     saved: Tensor | None,
     d_o: Tensor | None,
     d_final: Tensor | None,
     needs: int,
     options: Options,
-    max_bytes: int = 0,
     known: dict[Any, _Entry] | None = None,
-) -> list[Tensor | None]:
-    """inputs: the first ten of forward's. -> gradients in the order of GRAD_INPUTS, None where not asked for. max_bytes: workspace to
-    stay under as far as the library can (0: the default). known: from the forward call of these inputs."""
+) -> _Entry:
+    """The entry of this signature; checks the arguments when it is new. known: from the forward call of these inputs."""
     global _run_backward
     q, k, v, g, beta, h0, cu, a_log, dt_bias, has_h0 = inputs
     assert q is not None and k is not None and v is not None and beta is not None
@@ -423,6 +434,35 @@ def backward(
             entries.clear()
         entries[key] = entry
         _run_backward = _ffi.lib().qla_gdn_backward
+    return entry
+
+
+def backward(
+    inputs: Inputs,
+    saved: Tensor | None,
+    d_o: Tensor | None,
+    d_final: Tensor | None,
+    needs: int,
+    options: Options,
+    max_bytes: int = 0,
+) -> list[Tensor | None]:
+    """inputs: the first ten of forward's. -> gradients in the order of GRAD_INPUTS, None where not asked for. max_bytes: workspace to
+    stay under as far as the library can (0: the default)."""
+    entry = find_backward_entry(inputs, saved, d_o, d_final, needs, options)
+    return backward_of(entry, inputs, saved, d_o, d_final, needs, options, max_bytes)
+
+
+def backward_of(
+    entry: _Entry,
+    inputs: Inputs,
+    saved: Tensor | None,
+    d_o: Tensor | None,
+    d_final: Tensor | None,
+    needs: int,
+    options: Options,
+    max_bytes: int,
+) -> list[Tensor | None]:
+    """The same, by the entry of its signature."""
     if entry.copies:
         *copied, d_o, d_final = _copied((*inputs, d_o, d_final), entry.copies)
         return backward(tuple(copied), saved, d_o, d_final, needs, options, max_bytes)
@@ -440,19 +480,28 @@ def backward(
             misaligned = tuple(i for i, p in zip((0, 1, 2, 10), pointers) if p & 15)
             *copied, d_o, d_final = _copied((*inputs, d_o, d_final), misaligned)
             return backward(tuple(copied), saved, d_o, d_final, needs, options, max_bytes)
-        words[_W_STREAM] = _stream(entry.cuda)
-    else:
-        words[_W_THREADS] = options[1] << 32 | torch.get_num_threads()
     grads: list[Tensor | None] = [None] * len(GRADS)
-    empty = _empty_of(entry.cuda)
-    for i, layout in entry.grads:
-        grad = empty(*layout)
-        words[_B_GRADS[i]] = grad.data_ptr() or DUMMY
-        grads[i] = grad
+    run_backward(entry, words, grads, [(_B_GRADS[i], i, layout) for i, layout in entry.grads], max_bytes)
+    return grads
+
+
+def run_backward(
+    entry: _Entry, words: Any, grads: list[Tensor | None], wanted: Iterable[tuple[int, int, Layout]], max_bytes: int
+) -> None:
+    """words: the entry's template with the addresses of inputs and upstream gradients. wanted: of each gradient its word, its place in
+    grads, its layout."""
+    cuda = entry.cuda
+    if cuda >= 0:
+        words[_W_STREAM] = _stream(cuda)
+    else:
+        words[_W_THREADS] = entry.threads | torch.get_num_threads()
+    empty = _empty_of(cuda)
+    for at, place, layout in wanted:
+        grads[place] = grad = empty(*layout)
+        words[at] = grad.data_ptr() or DUMMY
     nbytes = entry.usual if max_bytes == 0 else max(entry.bytes, min(entry.best, max_bytes))
-    space = _workspace(words, nbytes, entry.cuda) if nbytes else None
+    space = _workspace(words, nbytes, cuda) if nbytes else None
     status = _run_backward(words.buffer_info()[0])
     del space
     if status:
         raise _ffi.error_for(status)
-    return grads

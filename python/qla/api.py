@@ -288,27 +288,23 @@ def chunk_gated_delta_rule(
         and not (use_gate_in_kernel or kwargs or checkpoint_every_n_tokens)
         and cp_context is cu_seqlens_cpu is out is state_indices is has_initial_state is state_checkpoints is None
         and deterministic is backward_mib is None
-        and isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(v, Tensor)
-        and isinstance(beta, Tensor)
     )
-    if plain:  # what most calls are: _prepare would come to the same
-        key = None
-        if (
-            not torch.compiler.is_compiling()
-            and type(q) in ops.PLAIN
-            and type(v) in ops.PLAIN
-            and (scale is None or type(scale) is float)
-            and not (q.is_nested or v.is_nested)
-        ):
+    key = None
+    if plain and not torch.compiler.is_compiling() and (scale is None or type(scale) is float):
+        try:
             key = (
                 scale, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, q.shape,
                 v.shape, torch.is_grad_enabled(),
             )  # fmt: skip
-            done = ops.gdn_forward_again(key, q, k, v, g, beta, initial_state, cu_seqlens)  # type: ignore[arg-type]
+            call = ops.remembered(key)
+        except (AttributeError, RuntimeError, TypeError):  # no tensor, a nested one, a flag that is none: the long way says so
+            key = call = None
+        if call is not None:
+            done = ops.gdn_forward_again(call, q, k, v, g, beta, initial_state, cu_seqlens)
             if done is not None:
                 return done
+    if plain and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(beta, Tensor):
+        # what most calls are: _prepare would come to the same
         flags = _flags(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
         q, k, v = _autocast(q, k, v)
         inputs = (q, k, v, g, beta, initial_state, cu_seqlens, None, None, None, None)

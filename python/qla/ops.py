@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qla import _args, _call, _checks, _ffi
+from qla import _again, _args, _call, _checks, _ffi
+from qla._again import BOTH, FIVE, PACKED, STARTED
 from qla._args import Extras, Inputs, Options
 
 _COMMON = "float? scale, int flags, int cp_mode, int cp_segment_chunks, float? cp_warmup_threshold, int cp_uncut_chunks"
@@ -224,43 +225,25 @@ for _name in ("gdn_forward", "gdn_backward"):
 
 
 class _Eager(torch.autograd.Function):
-    """The gradient node of a plain eager call: what the operators do, without the dispatcher. Takes only the inputs that are there
-    (positions says which): each argument costs."""
+    """The gradient node of a plain eager call: what the operators do, without the dispatcher. Takes only the inputs that are there: each
+    argument costs."""
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Any, ...], *present: Tensor) -> Any:
-        entry, inputs, positions, options, want_final, needs, max_bytes = call
-        o, final, saved = _call.forward_of(entry, inputs, options, want_final, True, needs)
+    def forward(ctx: Any, call: _again.Call, *present: Tensor) -> Any:
+        o, final, saved = _again.forward(call, present)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*present, saved)
-        ctx.call = (positions, options, needs, max_bytes, entry.backwards)
+        if saved is None:
+            ctx.save_for_backward(*present)
+        else:
+            ctx.save_for_backward(*present, saved)
+        ctx.call = call
         return o, final
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise NotImplementedError(DOUBLE_BACKWARD)
-        positions, options, needs, max_bytes, known = ctx.call
-        if positions is _FIVE:
-            *five, saved = ctx.saved_tensors
-            inputs = (*five, None, None, None, None, None)
-        else:
-            *present, saved = ctx.saved_tensors
-            absent: list[Tensor | None] = [None] * _NUM_INPUTS
-            for j, x in zip(positions, present):
-                absent[j] = x
-            inputs = tuple(absent)
-        grads = _call.backward(inputs, saved, d_o, d_final, needs, options, max_bytes, known)
-        if positions is _FIVE:
-            return None, *grads[:5]
-        dq, dk, dv, dg, dbeta, dh0, da_log, ddt_bias = grads
-        every = (dq, dk, dv, dg, dbeta, dh0, None, da_log, ddt_bias, None)
-        return None, *[every[j] for j in positions]
-
-
-# q, k, v, g and beta; with boundaries; with an initial state; with both: what most calls have
-_FIVE, _PACKED, _STARTED, _BOTH = (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 6), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6)
-_POSITIONS: dict[tuple[int, ...], tuple[int, ...]] = {p: p for p in (_FIVE, _PACKED, _STARTED, _BOTH)}
+        return _again.backward(ctx.call, ctx.saved_tensors, d_o, d_final)
 
 
 class _Transformed(torch.autograd.Function):
@@ -355,61 +338,32 @@ def _refuse_tangents(inputs: Inputs) -> None:
 _apply_eager = super(torch.autograd.Function, _Eager).apply
 
 
-# ---- a call again ----
-#
-# Most calls are like one before. For those, one look in C++ at all tensors (what torch.compile guards its code with: kind, dtype, device, shape,
-# strides, layout, requires_grad, active modes) stands for the checks, the kinds and the key of the signature. Where torch has no such look, or
-# autocast may cast the inputs, every call goes the long way. A look keeps no tensor alive.
-
-_Look = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-_MOST_LOOKS = 8  # made for one signature: then its calls differ in what is no part of the key, again and again
-
-
-class _Repeat:
-    __slots__ = ("same", "entry", "positions", "options", "want_final", "needs")
-
-    def __init__(self, *fields: Any) -> None:
-        self.same, self.entry, self.positions, self.options, self.want_final, self.needs = fields
-
-
-def _remember(
-    key: Any, entry: Any, inputs: Inputs, positions: tuple[int, ...], options: Options, want_final: bool, needs: int
-) -> None:
-    q = inputs[0]
-    assert q is not None
-    if _Look is None or positions not in _POSITIONS or entry.copies or entry.looks >= _MOST_LOOKS:
-        return
-    if torch.is_autocast_enabled(q.device.type):
-        return
-    entry.looks += 1
-    try:
-        look = _Look(*[inputs[j] for j in positions], dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except TypeError:  # of a torch that makes it in another way
-        return
-    if len(_call.repeats) >= _call.MAX_SIGNATURES:
-        _call.repeats.clear()
-    _call.repeats[key] = _Repeat(look.check, entry, positions, options, want_final, needs)
+# A remembered call, by everything of it but the tensors, and two shapes; None where there is none.
+remembered = _call.repeats.get
 
 
 def gdn_forward_again(
-    key: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, h0: Tensor | None, cu: Tensor | None
+    call: _again.Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    h0: Tensor | None,
+    cu: Tensor | None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The call, if it is one of those that were remembered; else None. key: everything but the tensors, and two shapes."""
-    known = _call.repeats.get(key)
-    if known is None or forward_ad._current_level >= 0:
-        return None
+    """The call, if it is one with a remembered call's tensors; else None."""
     given: tuple[Any, ...]
     positions: tuple[int, ...]
     if h0 is None:
-        given, positions = ((q, k, v, g, beta), _FIVE) if cu is None else ((q, k, v, g, beta, cu), _PACKED)
+        given, positions = ((q, k, v, g, beta), FIVE) if cu is None else ((q, k, v, g, beta, cu), PACKED)
     else:
-        given, positions = ((q, k, v, g, beta, h0), _STARTED) if cu is None else ((q, k, v, g, beta, h0, cu), _BOTH)
-    if known.positions is not positions or not known.same(*given):
+        given, positions = ((q, k, v, g, beta, h0), STARTED) if cu is None else ((q, k, v, g, beta, h0, cu), BOTH)
+    if call.positions is not positions or not call.same(*given) or forward_ad._current_level >= 0:  # type: ignore[misc]
         return None
-    inputs = (q, k, v, g, beta, h0, cu, None, None, None, None)
-    if known.needs:
-        return _apply_eager((known.entry, inputs, positions, known.options, known.want_final, known.needs, 0), *given)
-    o, final, _ = _call.forward_of(known.entry, inputs, known.options, known.want_final, False)
+    if call.needs:
+        return _apply_eager(call, *given)
+    o, final, _ = _again.forward(call, given)
     return o, final
 
 
@@ -420,14 +374,15 @@ def gdn_forward(
     -> (o, final_state or None)."""
     if not torch.compiler.is_compiling() and _plain_eager(inputs):
         entry = _call.find_forward_entry(inputs, options, want_final, needs != 0, None)
-        positions = tuple(j for j in range(_NUM_INPUTS) if inputs[j] is not None)
-        positions = _POSITIONS.get(positions, positions)
+        if needs and not entry.copies:
+            _call.require_backward(entry, inputs, needs, options, want_final)
+        call = _again.Call(entry, inputs, options, want_final, needs, max_bytes)
         if repeat_key is not None:
-            _remember(repeat_key, entry, inputs, positions, options, want_final, needs)
+            _again.remember(repeat_key, call, inputs)
+        given = [inputs[j] for j in call.positions]
         if needs:
-            call = (entry, inputs, positions, options, want_final, needs, max_bytes)
-            return _apply_eager(call, *[inputs[j] for j in positions])
-        o, final, _ = _call.forward_of(entry, inputs, options, want_final, False)
+            return _apply_eager(call, *given)
+        o, final, _ = _again.forward(call, tuple(given))
         return o, final
     transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
     operator = _Transformed.apply if transformed else torch.ops.qla.gdn_forward

@@ -1,4 +1,4 @@
-"""A call that repeats one before goes a short way (ops.py): what it must not be taken for, and that its results are the same bits."""
+"""A call that repeats one before goes a short way (_again.py): what it must not be taken for, and that its results are the same bits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import qla
-from common import Device, assert_close, assert_equal, leaves, reference, run, upstream
-from qla import _call, ops
+from common import GRADS, Device, assert_close, assert_equal, leaves, reference, run, upstream
+from qla import _again, _call
 
 CPU = Device("cpu")
-pytestmark = pytest.mark.skipif(ops._Look is None, reason="this torch has no TensorGuards")
+pytestmark = pytest.mark.skipif(_again.Look is None, reason="this torch has no TensorGuards")
 
 
 class Long:
@@ -71,6 +71,80 @@ def test_a_repeat_is_seen_and_gives_the_same_bits(
             assert_close(result, truth, device.dtype)
     assert_equal(results[1], results[0])
     assert not torch.equal(results[2]["o"], results[0]["o"])
+
+
+def gradients_of(device: Device, inputs: dict[str, Any], do: Any, dht: Any = None, pack: Any = None) -> dict[str, Any]:
+    """Of <o, do> + <ht, dht>, the saved tensors through `pack`."""
+    xs = leaves(inputs)
+    hooks = contextlib.nullcontext() if pack is None else torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks:
+        o, ht = qla.chunk_gated_delta_rule(**xs, output_final_state=True)
+    ys = [(y, d) for y, d in ((o, do), (ht, dht)) if d is not None]
+    wanted = {name: x for name, x in xs.items() if x.requires_grad}
+    grads = torch.autograd.grad([y for y, _ in ys], list(wanted.values()), [d for _, d in ys], allow_unused=True)
+    return dict(zip(wanted, grads))
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers at an address that is no multiple of 16 bytes."""
+    room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return room[1:].view(x.shape).copy_(x)
+
+
+def test_a_backward_like_one_before_is_seen(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """.. and one that differs in how an upstream gradient or a saved tensor lies is not taken for it: the same bits either way."""
+    searched = []
+    plain = _call.find_backward_entry
+    monkeypatch.setattr(_call, "find_backward_entry", lambda *args: searched.append(1) or plain(*args))
+    inputs = device.inputs(130)
+    do, dht = upstream(inputs)
+    truth = run(inputs, do, None)
+    want = {name: truth[GRADS[name]] for name in inputs}
+    _call.clear_cache()
+    for expected in (1, 0, 0):
+        searched.clear()
+        assert_equal(gradients_of(device, inputs, do), want)
+        assert len(searched) == expected
+    both = gradients_of(device, inputs, do, dht)
+    searched.clear()
+    assert_equal(gradients_of(device, inputs, do, dht), both)
+    assert not searched
+    assert_equal(gradients_of(device, inputs, do), want)
+    assert not searched and not torch.equal(both["v"], want["v"])
+    rows = do.transpose(1, 2).contiguous().transpose(1, 2)  # heads outermost
+    assert rows.stride() != do.stride()
+    for other in (rows, shifted(do)):
+        for _ in range(2):
+            assert_equal(gradients_of(device, inputs, other), want)
+    ones = torch.ones_like(do)
+    assert_equal(gradients_of(device, inputs, ones[:, :1, :, :1].expand(do.shape)), gradients_of(device, inputs, ones))
+    for pack in (lambda x: x.clone(), shifted, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x):
+        for _ in range(2):
+            assert_equal(gradients_of(device, inputs, do, pack=pack), want)
+    last = gradients_of(device, inputs, None, dht)
+    assert_equal(gradients_of(device, inputs, None, dht), last)
+    some = {**inputs, "q": inputs["q"].clone()}
+    xs = leaves(some)
+    for name in ("k", "beta"):
+        xs[name] = xs[name].detach()
+    for _ in range(2):
+        o, _ = qla.chunk_gated_delta_rule(**xs, output_final_state=True)
+        names = [name for name in xs if xs[name].requires_grad]
+        assert_equal(
+            dict(zip(names, torch.autograd.grad(o, [xs[name] for name in names], do))), {name: want[name] for name in names}
+        )
+
+
+def test_a_node_whose_saved_input_changed_is_refused(device: Device) -> None:
+    inputs = device.inputs(70)
+    for _ in range(2):
+        gradients_of(device, inputs, upstream(inputs)[0])
+    xs = leaves(inputs)
+    o, _ = qla.chunk_gated_delta_rule(**xs)
+    with torch.no_grad():
+        xs["k"] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
 
 
 def differing(inputs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -149,11 +223,11 @@ def test_modes_and_transforms_after_a_good_call(long: Long) -> None:
 def test_looks_are_bounded(long: Long) -> None:
     """A signature whose calls always differ in what its key leaves out does not make a look for every call."""
     inputs = CPU.inputs(70)
-    for i in range(4 * ops._MOST_LOOKS):
+    for i in range(4 * _again.MOST_LOOKS):
         q = torch.nn.Parameter(inputs["q"], requires_grad=False) if i % 2 else inputs["q"]
         qla.chunk_gated_delta_rule(**{**inputs, "q": q})
     (entry,) = {id(r.entry): r.entry for r in _call.repeats.values()}.values()
-    assert entry.looks == ops._MOST_LOOKS and long.calls >= ops._MOST_LOOKS
+    assert entry.looks == _again.MOST_LOOKS and long.calls >= _again.MOST_LOOKS
 
 
 def test_threads_of_two_signatures() -> None:
