@@ -57,6 +57,16 @@ def _brief(x: object) -> str:
     return f"a {type(x).__name__}" if isinstance(x, (Tensor, list, tuple, dict)) else f"{type(x).__name__} {x!r}"
 
 
+def check_flag(name: str, x: Any) -> bool:
+    """What is as good as a bool (numpy's, 0 and 1, None); not what is true or false by what it holds."""
+    if not isinstance(x, (Tensor, str, bytes, list, tuple, dict, set)):
+        try:
+            return bool(x)
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    raise TypeError(f"{name}: expected True or False, got {_brief(x)}; pass a bool")
+
+
 def check_layouts(inputs: Sequence[object]) -> None:
     """inputs in the order of NAMES: what tells a sparse tensor from a dense one of the same shape."""
     for name, x in zip(NAMES, inputs):

@@ -93,13 +93,13 @@ def _unknown(kwargs: dict[str, Any], state_v_first: bool) -> bool:
 
 def _flags(qk_l2norm: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool) -> int:
     flags = _VALIDATE
-    if qk_l2norm:
+    if _checks.check_flag("use_qk_l2norm_in_kernel", qk_l2norm):
         flags |= _ffi.FLAG_QK_L2NORM
-    if beta_sigmoid:
+    if _checks.check_flag("use_beta_sigmoid_in_kernel", beta_sigmoid):
         flags |= _ffi.FLAG_BETA_SIGMOID
-    if neg_eigval:
+    if _checks.check_flag("allow_neg_eigval", neg_eigval):
         flags |= _ffi.FLAG_NEG_EIGVAL
-    if v_first:
+    if _checks.check_flag("state_v_first", v_first):
         flags |= _ffi.FLAG_STATE_V_FIRST
     return flags
 
@@ -162,7 +162,7 @@ def _prepare(
             _checks.check_tensor(name, x)
     cp = _AUTO if auto_cp is True else cp_policy(auto_cp)
     flags = _flags(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
-    if use_gate_in_kernel:
+    if _checks.check_flag("use_gate_in_kernel", use_gate_in_kernel):
         flags |= _ffi.FLAG_RAW_GATE
     else:
         A_log = dt_bias = None
@@ -179,7 +179,7 @@ def _prepare(
     call = _Prepared()
     call.inputs = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, has_initial_state, state_indices)
     call.options = (None if scale is None else _checks.check_scale(scale), flags, *cp)
-    call.want_final = bool(output_final_state)
+    call.want_final = _checks.check_flag("output_final_state", output_final_state)
     call.needs = ops.needs_grad(call.inputs)
     every = checkpoint_every_n_tokens
     if type(every) is not int:
@@ -285,7 +285,8 @@ def chunk_gated_delta_rule(
     """
     plain = (
         auto_cp is True
-        and not (use_gate_in_kernel or kwargs or checkpoint_every_n_tokens)
+        and use_gate_in_kernel is False
+        and not (kwargs or checkpoint_every_n_tokens)
         and cp_context is cu_seqlens_cpu is out is state_indices is has_initial_state is state_checkpoints is None
         and deterministic is backward_mib is None
     )
@@ -309,7 +310,8 @@ def chunk_gated_delta_rule(
         q, k, v = _autocast(q, k, v)
         inputs = (q, k, v, g, beta, initial_state, cu_seqlens, None, None, None, None)
         options = (None if scale is None else _checks.check_scale(scale), flags, *_AUTO)
-        return ops.gdn_forward(inputs, options, bool(output_final_state), ops.needs_grad(inputs), 0, key)
+        want_final = _checks.check_flag("output_final_state", output_final_state)
+        return ops.gdn_forward(inputs, options, want_final, ops.needs_grad(inputs), 0, key)
     call = _prepare(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, use_gate_in_kernel, A_log, dt_bias, auto_cp, deterministic,
