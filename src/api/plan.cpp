@@ -243,9 +243,9 @@ PlannedCall planned_call(const qla_gdn_forward_args& args, const Problem& proble
   }
   planned.costs = plan::device_costs(info.multiprocessors, info.capability_major);
   const cuda::PlanInput input = cuda::plan_input(args, problem, planned.costs);
-  const cuda::ForwardPlan whole = cuda::whole_plan(input);
+  const cuda::WholePlans whole = cuda::whole_plans(input);
   const cuda::ForwardPlan plan = cuda::fitting_plan(input, whole, forward_workspace_limit());
-  planned.workspace = std::clamp(forward_workspace_limit(), cuda::least_plan(input, whole).bytes, whole.bytes);
+  planned.workspace = std::clamp(forward_workspace_limit(), cuda::least_plan(input, whole).bytes, whole.best.bytes);
   planned.choice = plan.choice;
   planned.range_slots = plan.counts.range_slots;
   planned.ranges = plan.counts.ranges;

@@ -39,7 +39,8 @@ struct PlanMemo {
     Key key{};
     bool used = false;
     PlanInput input;
-    ForwardPlan whole, fitting;
+    WholePlans whole;
+    ForwardPlan fitting;
     size_t least = 0, fits = 0;  // fitting: found for so many bytes; 0: not asked yet
   };
   std::array<Entry, 16> entries;
@@ -76,7 +77,7 @@ PlanMemo::Entry& planned(const qla_gdn_forward_args& args, const Problem& p, con
   PlanMemo::Entry& e = memo.entries[memo.latest];
   e.used = false;  // planning may throw
   e.input = plan_input(args, p, plan::device_costs(device.multiprocessors, device.major));
-  e.whole = whole_plan(e.input);
+  e.whole = whole_plans(e.input);
   e.least = least_plan(e.input, e.whole).bytes;
   e.fits = 0;
   e.key = key;
@@ -85,7 +86,7 @@ PlanMemo::Entry& planned(const qla_gdn_forward_args& args, const Problem& p, con
 }
 const ForwardPlan& plan_for(const qla_gdn_forward_args& args, const Problem& p, const Device& device) {
   PlanMemo::Entry& e = planned(args, p, device);
-  if (e.whole.bytes <= args.workspace_bytes) return e.whole;
+  if (e.whole.best.bytes <= args.workspace_bytes) return e.whole.best;
   if (e.fits != args.workspace_bytes) {
     e.fitting = fitting_plan(e.input, e.whole, args.workspace_bytes);
     e.fits = args.workspace_bytes;
@@ -463,7 +464,7 @@ void forward_check(const qla_gdn_forward_args& args, const Problem& p) {
 void forward_workspace(const qla_gdn_forward_args& args, const Problem& p, size_t* least, size_t* best) {
   const PlanMemo::Entry& e = planned(args, p, device_of(args.device));
   *least = e.least;
-  *best = e.whole.bytes;
+  *best = e.whole.best.bytes;
 }
 
 size_t forward_saved(const Problem& p) { return lay_out_saved(nullptr, p).bytes; }

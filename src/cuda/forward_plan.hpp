@@ -117,30 +117,40 @@ inline ForwardPlan both_in_ranges(const PlanInput& in, const plan::Choice& whole
   result.bytes = lay_out_forward(nullptr, in.problem, result.counts, in.saved).bytes;
   return result;
 }
-inline ForwardPlan whole_plan(const PlanInput& in) {
-  const ForwardPlan whole = plan_ranges(in, in.problem.chunk_slots(), true);
-  if (!whole.counts.both || whole.bytes <= in.both_bytes) return whole;
-  const ForwardPlan one = whole_plan(one_form(in));
-  if (in.saved) return one;  // what backward reuses lies by the slots of all chunks, those of these ranges by theirs
-  for (int64_t ranges = 2; ranges <= kMostBothRanges; ++ranges) {
-    const ForwardPlan both = both_in_ranges(in, whole.choice, ranges);
-    if (both.choice.predicted_us >= one.choice.predicted_us) break;
-    if (both.bytes <= in.both_bytes) return both;
+// Of a workspace for all chunks at once: the best plan, and where it has both forms or items in parts, the best one without.
+struct WholePlans {
+  ForwardPlan best, one;
+  bool differ = false;
+};
+inline WholePlans whole_plans(const PlanInput& in) {
+  WholePlans plans;
+  plans.best = plan_ranges(in, in.problem.chunk_slots(), true);
+  plans.differ = plans.best.counts.both || plans.best.counts.balanced_shares;
+  plans.one = plans.differ ? plan_ranges(one_form(in), in.problem.chunk_slots(), true) : plans.best;
+  if (!plans.best.counts.both || plans.best.bytes <= in.both_bytes) return plans;
+  // saved: what backward reuses lies by the slots of all chunks, those of these ranges by theirs
+  for (int64_t ranges = 2; ranges <= kMostBothRanges && !in.saved; ++ranges) {
+    const ForwardPlan both = both_in_ranges(in, plans.best.choice, ranges);
+    if (both.choice.predicted_us >= plans.one.choice.predicted_us) break;
+    if (both.bytes > in.both_bytes) continue;
+    plans.best = both;
+    return plans;
   }
-  return one;
+  plans.best = plans.one;
+  plans.differ = false;
+  return plans;
 }
-inline ForwardPlan least_plan(const PlanInput& in, const ForwardPlan& whole) {
-  if (whole.counts.both || whole.counts.balanced_shares) return least_plan(one_form(in), whole_plan(one_form(in)));
-  if (!may_range(in)) return whole;
-  const ForwardPlan least = plan_ranges(in, kLeastRangeSlots, false);
-  return least.bytes < whole.bytes ? least : whole;
+inline ForwardPlan least_plan(const PlanInput& in, const WholePlans& whole) {
+  if (!may_range(in)) return whole.one;
+  const ForwardPlan least = plan_ranges(whole.differ ? one_form(in) : in, kLeastRangeSlots, false);
+  return least.bytes < whole.one.bytes ? least : whole.one;
 }
 
 // The fewest ranges whose buffers fit, about equally long; where none do, the least plan.
-inline ForwardPlan fitting_plan(const PlanInput& in, const ForwardPlan& whole, size_t bytes) {
-  if (whole.bytes <= bytes) return whole;
-  if (whole.counts.both || whole.counts.balanced_shares) return fitting_plan(one_form(in), whole_plan(one_form(in)), bytes);
-  if (!may_range(in)) return whole;
+inline ForwardPlan fitting_plan(const PlanInput& given, const WholePlans& whole, size_t bytes) {
+  if (whole.best.bytes <= bytes) return whole.best;
+  if (whole.one.bytes <= bytes || !may_range(given)) return whole.one;
+  const PlanInput in = whole.differ ? one_form(given) : given;
   const int64_t all = in.problem.chunk_slots();
   const int64_t a_slot = in.problem.num_v_heads * (kTileBytes + (in.saved ? 0 : kTileBytes + int64_t{kVecFloats} * 4));
   const int64_t first = std::max<int64_t>(2, all * a_slot / std::max<int64_t>(1, static_cast<int64_t>(bytes)));
@@ -150,7 +160,7 @@ inline ForwardPlan fitting_plan(const PlanInput& in, const ForwardPlan& whole, s
       if (plan.bytes <= bytes) return plan;
       if (!plan.counts.cut) break;  // it was without cuts already
     }
-  return least_plan(in, whole);
+  return least_plan(given, whole);
 }
 
 }  // namespace qla::cuda

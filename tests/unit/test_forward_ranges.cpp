@@ -101,7 +101,8 @@ TEST(ForwardPlan, StaysUnder256MiBWhateverT) {
       for (const int64_t heads : {2, 8, 32, 64}) {
         if (sequences > tokens) continue;
         const cuda::PlanInput in = input_of(tokens, sequences, heads / 2, heads);
-        const cuda::ForwardPlan whole = cuda::whole_plan(in), plan = cuda::fitting_plan(in, whole, kLimit);
+        const cuda::WholePlans plans = cuda::whole_plans(in);
+        const cuda::ForwardPlan &whole = plans.best, plan = cuda::fitting_plan(in, plans, kLimit);
         EXPECT_LE(plan.bytes, kLimit) << tokens << " " << sequences << " " << heads;
         if (whole.bytes <= kLimit) {
           EXPECT_EQ(plan.counts.ranges, 1);
@@ -109,16 +110,16 @@ TEST(ForwardPlan, StaysUnder256MiBWhateverT) {
         EXPECT_GE(plan.counts.ranges * plan.counts.range_slots, in.problem.chunk_slots());
         EXPECT_LT((plan.counts.ranges - 1) * plan.counts.range_slots, in.problem.chunk_slots());
         // what a plan needs is enough for it
-        EXPECT_LE(cuda::fitting_plan(in, whole, plan.bytes).bytes, plan.bytes);
-        const cuda::ForwardPlan least = cuda::least_plan(in, whole);
+        EXPECT_LE(cuda::fitting_plan(in, plans, plan.bytes).bytes, plan.bytes);
+        const cuda::ForwardPlan least = cuda::least_plan(in, plans);
         EXPECT_LE(least.bytes, plan.bytes);
-        EXPECT_LE(cuda::fitting_plan(in, whole, least.bytes).bytes, least.bytes);
+        EXPECT_LE(cuda::fitting_plan(in, plans, least.bytes).bytes, least.bytes);
       }
 }
 
 TEST(ForwardPlan, FewRangesOfFewHeadsAreCut) {
   const cuda::PlanInput in = input_of(1 << 20, 1, 2, 8);
-  const cuda::ForwardPlan plan = cuda::fitting_plan(in, cuda::whole_plan(in), size_t{256} << 20);
+  const cuda::ForwardPlan plan = cuda::fitting_plan(in, cuda::whole_plans(in), size_t{256} << 20);
   EXPECT_GT(plan.counts.ranges, 1);
   EXPECT_TRUE(plan.counts.cut);  // eight heads alone would leave most of the card idle
 }
@@ -126,9 +127,10 @@ TEST(ForwardPlan, FewRangesOfFewHeadsAreCut) {
 TEST(ForwardPlan, CutsOfAFixedPlaceForbidRanges) {
   cuda::PlanInput in = input_of(1 << 20, 1, 8, 32);
   in.policy.batch_invariant = true;
-  const cuda::ForwardPlan whole = cuda::whole_plan(in);
-  EXPECT_EQ(cuda::least_plan(in, whole).bytes, whole.bytes);
-  EXPECT_EQ(cuda::fitting_plan(in, whole, 1).counts.ranges, 1);
+  const cuda::WholePlans plans = cuda::whole_plans(in);
+  const cuda::ForwardPlan& whole = plans.best;
+  EXPECT_EQ(cuda::least_plan(in, plans).bytes, whole.bytes);
+  EXPECT_EQ(cuda::fitting_plan(in, plans, 1).counts.ranges, 1);
 }
 
 // A balanced call has room for one more item, one state and two words a share; with less memory it is as without.
@@ -136,16 +138,18 @@ TEST(ForwardPlan, BalancedNeedsAStateAShare) {
   cuda::PlanInput in = input_of(8 * 1024, 8, 8, 24);
   in.can.fused = in.can.both = in.can.balanced = true;
   in.both_bytes = size_t{256} << 20;
-  const cuda::ForwardPlan whole = cuda::whole_plan(in), one = cuda::whole_plan(cuda::one_form(in));
+  const cuda::WholePlans plans = cuda::whole_plans(in), of_one = cuda::whole_plans(cuda::one_form(in));
+  const cuda::ForwardPlan &whole = plans.best, &one = of_one.best;
+  EXPECT_EQ(plans.one.bytes, one.bytes);
   ASSERT_EQ(whole.counts.balanced_shares, in.costs.num_sms);
   EXPECT_TRUE(whole.counts.fused);
   EXPECT_EQ(whole.counts.items, 8 * 24 + in.costs.num_sms);
   EXPECT_EQ(one.counts.balanced_shares, 0);
   EXPECT_TRUE(one.counts.fused);
   EXPECT_LE(whole.bytes, one.bytes + size_t(in.costs.num_sms) * (4 * cuda::kStateFloats + 64 + 8) + 4096);
-  EXPECT_EQ(cuda::fitting_plan(in, whole, whole.bytes).counts.balanced_shares, in.costs.num_sms);
-  EXPECT_EQ(cuda::fitting_plan(in, whole, whole.bytes - 1).counts.balanced_shares, 0);
-  EXPECT_EQ(cuda::least_plan(in, whole).bytes, one.bytes);
+  EXPECT_EQ(cuda::fitting_plan(in, plans, whole.bytes).counts.balanced_shares, in.costs.num_sms);
+  EXPECT_EQ(cuda::fitting_plan(in, plans, whole.bytes - 1).counts.balanced_shares, 0);
+  EXPECT_EQ(cuda::least_plan(in, plans).bytes, one.bytes);
   EXPECT_EQ(cuda::lay_out_forward(nullptr, in.problem, whole.counts, false).bytes, whole.bytes);
 }
 
@@ -158,7 +162,9 @@ TEST(ForwardPlan, BothFormsWithinTheLimit) {
     return in;
   };
   const cuda::PlanInput in = input(16384, 48);
-  const cuda::ForwardPlan whole = cuda::whole_plan(in), one = cuda::whole_plan(cuda::one_form(in));
+  const cuda::WholePlans plans = cuda::whole_plans(in), of_one = cuda::whole_plans(cuda::one_form(in));
+  const cuda::ForwardPlan &whole = plans.best, &one = of_one.best;
+  EXPECT_EQ(plans.one.bytes, one.bytes);
   ASSERT_TRUE(whole.counts.both);
   EXPECT_FALSE(whole.counts.fused || whole.counts.cut);
   EXPECT_EQ(whole.counts.ranges, 1);
@@ -175,17 +181,18 @@ TEST(ForwardPlan, BothFormsWithinTheLimit) {
   EXPECT_GE(at(b.saved.abar), at(b.fused_items) + 2 * 48 * int64_t(sizeof(cuda::WorkItem)));
   EXPECT_EQ(at(b.gates), at(b.pg));
   // the least and whatever lies between are one form's
-  EXPECT_EQ(cuda::least_plan(in, whole).bytes, cuda::least_plan(cuda::one_form(in), one).bytes);
-  EXPECT_TRUE(cuda::fitting_plan(in, whole, whole.bytes).counts.both);
-  const cuda::ForwardPlan less = cuda::fitting_plan(in, whole, whole.bytes - 1);
+  EXPECT_EQ(cuda::least_plan(in, plans).bytes, cuda::least_plan(cuda::one_form(in), of_one).bytes);
+  EXPECT_TRUE(cuda::fitting_plan(in, plans, whole.bytes).counts.both);
+  const cuda::ForwardPlan less = cuda::fitting_plan(in, plans, whole.bytes - 1);
   EXPECT_FALSE(less.counts.both);
   EXPECT_LE(less.bytes, whole.bytes - 1);
-  EXPECT_LE(cuda::fitting_plan(in, whole, one.bytes - 1).bytes, one.bytes - 1);
+  EXPECT_LE(cuda::fitting_plan(in, plans, one.bytes - 1).bytes, one.bytes - 1);
   // 303 and 404 MiB: the two kernels in two ranges, room for the gate vectors of all chunks
   for (const int64_t heads : {48, 64}) {
     SCOPED_TRACE(heads);
     const cuda::PlanInput large = input(32768, heads);
-    const cuda::ForwardPlan both = cuda::whole_plan(large);
+    const cuda::WholePlans of_large = cuda::whole_plans(large);
+    const cuda::ForwardPlan& both = of_large.best;
     ASSERT_TRUE(both.counts.both);
     EXPECT_EQ(both.counts.ranges, 2);
     EXPECT_LE(both.bytes, large.both_bytes);
@@ -194,24 +201,24 @@ TEST(ForwardPlan, BothFormsWithinTheLimit) {
     const cuda::ForwardBuffers buffers = cuda::lay_out_forward(base, large.problem, both.counts, false);
     EXPECT_EQ(buffers.bytes, both.bytes);
     EXPECT_GE(at(buffers.fused_header), at(buffers.gates) + large.problem.chunk_slots() * heads * cuda::kFusedVecFloats * 4);
-    EXPECT_TRUE(cuda::fitting_plan(large, both, both.bytes).counts.both);
-    EXPECT_FALSE(cuda::fitting_plan(large, both, both.bytes - 1).counts.both);
-    EXPECT_LT(cuda::least_plan(large, both).bytes, cuda::whole_plan(cuda::one_form(large)).bytes);
+    EXPECT_TRUE(cuda::fitting_plan(large, of_large, both.bytes).counts.both);
+    EXPECT_FALSE(cuda::fitting_plan(large, of_large, both.bytes - 1).counts.both);
+    EXPECT_LT(cuda::least_plan(large, of_large).bytes, cuda::whole_plans(cuda::one_form(large)).best.bytes);
     cuda::PlanInput roomy = large;
     roomy.both_bytes = size_t{512} << 20;
-    EXPECT_TRUE(cuda::whole_plan(roomy).counts.both);
-    EXPECT_EQ(cuda::whole_plan(roomy).counts.ranges, 1);
+    EXPECT_TRUE(cuda::whole_plans(roomy).best.counts.both);
+    EXPECT_EQ(cuda::whole_plans(roomy).best.counts.ranges, 1);
   }
   // A range with a part of each sequence has slots of its own; `saved` has those of all chunks.
   for (const auto& [tokens, heads] :
        {std::pair<int64_t, int64_t>{65536, 64}, {131072, 64}, {65536, 96}, {32768, 48}, {16384, 48}}) {
     cuda::PlanInput saved = input(tokens, heads);
     saved.saved = true;
-    const cuda::ForwardPlan plan = cuda::whole_plan(saved);
+    const cuda::ForwardPlan plan = cuda::whole_plans(saved).best;
     EXPECT_FALSE(plan.counts.both && plan.counts.ranges > 1) << tokens << " " << heads;
   }
   // longer ones would take too many ranges
-  for (const int64_t tokens : {131072, 1 << 20}) EXPECT_FALSE(cuda::whole_plan(input(tokens, 48)).counts.both) << tokens;
+  for (const int64_t tokens : {131072, 1 << 20}) EXPECT_FALSE(cuda::whole_plans(input(tokens, 48)).best.counts.both) << tokens;
 }
 
 }  // namespace
