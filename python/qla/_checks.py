@@ -217,7 +217,10 @@ def check_call(
 
     if flags & _ffi.FLAG_RAW_GATE:
         if a_log is None:
-            raise ValueError("A_log: A_log must be provided when use_gate_in_kernel=True.")
+            raise ValueError(
+                "A_log: A_log must be provided when use_gate_in_kernel=True. Expected a tensor [HV], got None; pass it, or the decay itself as "
+                "g with use_gate_in_kernel=False"
+            )
         if g is None:
             raise ValueError("g: expected the raw gate [B, T, HV] with use_gate_in_kernel=True, got None; pass it")
         for name, x in (("A_log", a_log), ("dt_bias", dt_bias)):
@@ -225,7 +228,10 @@ def check_call(
                 check_shape(name, x, "[HV]", v_heads, remedy="; one value for each value head")
                 check_dtype(name, x, FLOATS)
     if flags & _ffi.FLAG_NEG_EIGVAL and not flags & _ffi.FLAG_BETA_SIGMOID:
-        raise ValueError("allow_neg_eigval: `allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
+        raise ValueError(
+            "allow_neg_eigval: `allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`. Expected False with beta as it is, got True; "
+            "pass both, with logits as beta"
+        )
 
     if out is not None:
         check_shape("out", out, "[B, T, HV, V]", batch, tokens, v_heads, v_dim, remedy="; out has v's shape")

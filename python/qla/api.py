@@ -28,11 +28,12 @@ _VALIDATE = _ffi.FLAG_VALIDATE if os.environ.get("QLA_VALIDATE", "0") not in (""
 
 def cp_policy(auto_cp: object) -> tuple[int, int, float | None, int]:
     """auto_cp -> (cp_mode, cp_segment_chunks, cp_warmup_threshold, cp_uncut_chunks)."""
-    if auto_cp is True or auto_cp == "auto":
+    word = auto_cp if isinstance(auto_cp, str) else None
+    if auto_cp is True or word == "auto":
         return _AUTO
-    if auto_cp is False or auto_cp is None or auto_cp == "off":
+    if auto_cp is False or auto_cp is None or word == "off":
         return _ffi.CP_OFF, 0, None, 0
-    if auto_cp == "exact":
+    if word == "exact":
         return _ffi.CP_EXACT, 0, None, 0
     if isinstance(auto_cp, Plan):
         if not isinstance(auto_cp.segment_chunks, int) or auto_cp.segment_chunks < 0:
@@ -167,7 +168,7 @@ def _prepare(
     else:
         A_log = dt_bias = None
     if deterministic is not None:
-        if deterministic == "batch":
+        if isinstance(deterministic, str) and deterministic == "batch":
             flags |= _ffi.FLAG_BATCH_INVARIANT
         elif not isinstance(deterministic, bool):  # results are always the same from run to run
             raise ValueError(
@@ -205,9 +206,9 @@ def _prepare(
                     f"{name}: expected None when gradients are needed, got a tensor, which has no gradient; "
                     "call under torch.no_grad(), or leave it out"
                 )
-        if checkpoint_every_n_tokens:
+        if every:
             raise ValueError(
-                f"checkpoint_every_n_tokens: expected 0 when gradients are needed, got {checkpoint_every_n_tokens}; call under torch.no_grad()"
+                f"checkpoint_every_n_tokens: expected 0 when gradients are needed, got {every}; call under torch.no_grad()"
             )
     return call
 
@@ -286,7 +287,9 @@ def chunk_gated_delta_rule(
     plain = (
         auto_cp is True
         and use_gate_in_kernel is False
-        and not (kwargs or checkpoint_every_n_tokens)
+        and not kwargs
+        and type(checkpoint_every_n_tokens) is int
+        and checkpoint_every_n_tokens == 0
         and cp_context is cu_seqlens_cpu is out is state_indices is has_initial_state is state_checkpoints is None
         and deterministic is backward_mib is None
     )
@@ -317,7 +320,7 @@ def chunk_gated_delta_rule(
         state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, use_gate_in_kernel, A_log, dt_bias, auto_cp, deterministic,
         out, state_indices, has_initial_state, checkpoint_every_n_tokens, state_checkpoints, backward_mib, kwargs,
     )  # fmt: skip
-    if out is None and state_indices is None and state_checkpoints is None and not checkpoint_every_n_tokens:
+    if out is None and state_indices is None and state_checkpoints is None and not call.every:
         return ops.gdn_forward(call.inputs, call.options, call.want_final, call.needs, call.max_bytes)
     if out is None:
         out = torch.empty(call.inputs[2].shape, dtype=call.inputs[0].dtype, device=call.inputs[2].device)  # type: ignore[union-attr]

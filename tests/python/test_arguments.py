@@ -57,6 +57,19 @@ WRONG = {
     "cu_seqlens negative": ("cu_seqlens", lambda x: torch.tensor([0, -3]), ValueError, r"cu_seqlens"),
     "cu_seqlens past the end": ("cu_seqlens", lambda x: torch.tensor([0, 71]), ValueError, r"cu_seqlens"),
     "cu_seqlens not from 0": ("cu_seqlens", lambda x: torch.tensor([1, 70]), ValueError, r"cu_seqlens"),
+    "array for a word": ("auto_cp", lambda x: torch.zeros(3).numpy(), ValueError, r"auto_cp: expected .*got array"),
+    "deterministic array": (
+        "deterministic",
+        lambda x: torch.zeros(3).numpy(),
+        ValueError,
+        r"deterministic: expected .*got array",
+    ),
+    "checkpoints tensor": (
+        "checkpoint_every_n_tokens",
+        lambda x: torch.zeros(3),
+        TypeError,
+        r"checkpoint_every_n_tokens: expected a multiple of 64, got a Tensor; 0 stores none",
+    ),
     "flag list": (
         "output_final_state",
         lambda x: [True],
