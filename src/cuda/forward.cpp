@@ -423,11 +423,15 @@ void run_range(const Run& r) {
     }
     if (counts.end_states > 0) {
       launch_forward(pre_pass_params(params, r.b, counts, !early), multiprocessors, r.stream);
+      // The main pass begins before anything has ended where nothing is cut and nobody else looks at what is being made then.
+      const bool lets_begin = !early && !r.plan.choice.fused && counts.uncut_items == 0;
       const cp_merge::Args merge{
-          r.b.pre_header, r.b.chains, r.b.transitions, r.b.states, r.b.states + counts.end_states * kStateFloats, !early};
+          r.b.pre_header, r.b.chains, r.b.transitions, r.b.states, r.b.states + counts.end_states * kStateFloats,
+          !early,         lets_begin};
       check_cuda(cp_merge::launch(merge, std::min(counts.end_states, r.p.num_seqs * r.p.num_v_heads), multiprocessors, r.stream),
                  "cp_merge");
       params.merging = true;
+      if (lets_begin) params.any_cut = &r.b.pre_header->cut;
     }
   }
   params.asks |= counts.uncut_items > 0;

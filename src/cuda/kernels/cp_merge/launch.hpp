@@ -16,6 +16,7 @@ struct Args {
   float* states;               // [entry][V][K]: S_ext, then the start states
   const float* moves;          // [entry][K][K]: M transposed, as the pre-pass leaves it from S = I
   bool asks = false;           // the header says before the wait whether anything is cut
+  bool lets_begin = false;     // .. and if nothing is, the next kernel may begin at once: it looks, too, and waits then
 };
 // most_chains: bound from shapes
 cudaError_t launch(const Args& args, int64_t most_chains, int multiprocessors, cudaStream_t stream);

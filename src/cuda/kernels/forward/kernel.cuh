@@ -48,11 +48,18 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
   ForwardSmem<Cfg> sm;
   sm.base = (ptx::shared_address(smem) + 1023) & ~1023u;
   sm.generic = smem + (sm.base - ptx::shared_address(smem));
-  if (a.p.asks && ptx::load_after_plan(&a.p.plan->num_items) == 0 && ptx::load_after_plan(&a.p.plan->end_token) == a.p.tokens) {
-    ptx::grid_dependency_launch();
-    if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended
-    return;
+  if (a.p.asks) {
+    const int32_t items = ptx::load_after_plan(&a.p.plan->num_items);  // both on their way at once
+    const int64_t end_token = ptx::load_after_plan(&a.p.plan->end_token);
+    if (items == 0 && end_token == a.p.tokens) {
+      ptx::grid_dependency_launch();
+      if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended
+      return;
+    }
   }
+  // Beside merges all but these is there when this kernel begins; or nothing is cut, which no kernel changes while this one
+  // looks. Asked for early.
+  const int32_t cut = Cfg::kOutput && a.p.any_cut && threadIdx.x < 128 ? ptx::load_after_plan(a.p.any_cut) : 1;
   if (threadIdx.x == 0) {
     sm.tiles().init(1, Cfg::kEmptyCount);
     sm.items().init(1, Cfg::kItemReaders);
@@ -87,11 +94,11 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
     if constexpr (Cfg::kShareRegs) ptx::setmaxnreg_dec<Cfg::kRegsLoad>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0)
-      load_role(a, sm);
+      load_role(a, sm, !Cfg::kOutput || !a.p.merging || cut == 0);
     else if (Cfg::kOutput && warp >= 1 && warp <= Cfg::kParts)
       store_role(a, sm, warp - 1, lane);
     else if (warp == kHelperWarp)
-      helper_role<Cfg>(a, sm, lane);
+      helper_role<Cfg>(a, sm, lane, !a.p.merging || cut == 0);
   } else {
     if constexpr (Cfg::kShareRegs) ptx::setmaxnreg_inc<Cfg::kRegsState>();
     if constexpr (Cfg::kParts == 1 && Cfg::kOutput)

@@ -41,15 +41,16 @@ struct ForwardParams {
   int32_t state_indices_dtype = 0;       // QLA_INT32 or QLA_INT64
   const uint8_t* has_initial_state = nullptr;
   int32_t checkpoint_every_chunks = 0;
-  const float* merged = nullptr;    // [index][V][K] start states (QLA_START_MERGED)
-  bool rehearse = false;            // worth it where the state role would fetch its code behind the load role
-  bool merging = false;             // the kernel before this one makes these, and all others have ended when this one starts
-  float* end_states = nullptr;      // [index][V][K], without output
-  const float* carry_in = nullptr;  // [HV][V][K]: kStartCarried ..
-  float* carry_out = nullptr;       // .. and kCarry
-  bool carries_all = false;         // .. for every sequence, [N][HV][V][K]
-  int32_t shares = 0;               // fused, balanced: so many, 0: not ..
-  int32_t* part_flags = nullptr;    // .. a late part's early one is done (2), and where shares begin; states by start_index
+  const float* merged = nullptr;     // [index][V][K] start states (QLA_START_MERGED)
+  bool rehearse = false;             // worth it where the state role would fetch its code behind the load role
+  bool merging = false;              // the kernel before this one makes these, and all others have ended when this one starts ..
+  const int32_t* any_cut = nullptr;  // .. unless this is 0: nothing is cut, and nothing has ended. nullptr: they have ended
+  float* end_states = nullptr;       // [index][V][K], without output
+  const float* carry_in = nullptr;   // [HV][V][K]: kStartCarried ..
+  float* carry_out = nullptr;        // .. and kCarry
+  bool carries_all = false;          // .. for every sequence, [N][HV][V][K]
+  int32_t shares = 0;                // fused, balanced: so many, 0: not ..
+  int32_t* part_flags = nullptr;     // .. a late part's early one is done (2), and where shares begin; states by start_index
   // Both forms are in the call: leaves at once where the other one has everything. The fused form, which comes first, lets what
   // follows begin when it has the plan.
   bool asks = false;

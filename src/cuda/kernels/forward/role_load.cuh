@@ -10,7 +10,7 @@ namespace qla::cuda {
 // is.
 inline constexpr int kHelperWarp = 3;
 
-// ---- load role: one thread
+// ---- load role: one thread; waits: not all that it reads was there when this kernel began
 __device__ __forceinline__ void fetch_item(const ForwardArgs& a, ItemSlot& s, int index) {
   WorkItem it{};
   if (index < a.p.max_items) {  // on its way together with the number of items
@@ -45,7 +45,7 @@ __device__ __forceinline__ void fetch_item(const ForwardArgs& a, ItemSlot& s, in
 }
 
 template <class Cfg>
-__device__ __forceinline__ void load_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm) {
+__device__ __forceinline__ void load_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, bool waits) {
   Ring<Cfg::kStages> ring;
   Ring<Cfg::kItemSlots> slots;
   const auto tiles = sm.tiles();
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_role(const ForwardArgs& a, const ForwardSme
     ring.advance();
     slots.advance();
   }
-  if (!Cfg::kOutput || !a.p.merging) ptx::grid_dependency_wait();
+  if (waits) ptx::grid_dependency_wait();
   for (int index = blockIdx.x;;) {
     items.producer_wait(slots);
     ItemSlot& s = sm.slot(slots.stage);
@@ -161,11 +161,11 @@ __device__ __forceinline__ void zero_rows(uint32_t stage, int rows, int lane) {
 }
 
 template <class Cfg>
-__device__ __forceinline__ void helper_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, int lane) {
+__device__ __forceinline__ void helper_role(const ForwardArgs& a, const ForwardSmem<Cfg>& sm, int lane, bool waits) {
   const auto tiles = sm.tiles();
   const auto items = sm.items();
   if constexpr (Cfg::kOutput) {  // tokens after the last sequence
-    if (!a.p.merging) ptx::grid_dependency_wait();
+    if (waits) ptx::grid_dependency_wait();
     const int64_t heads = a.p.num_v_heads, end = ptx::load_after_plan(&a.p.plan->end_token) * heads,
                   rows = a.p.batch * a.p.tokens * heads;
     for (int64_t r = end + blockIdx.x; r < rows; r += gridDim.x) {
