@@ -81,6 +81,7 @@ float predict(const PlannedCall& planned, const Choice& choice, const plan::Shap
       plan::chunk_cost(costs, shape, candidate, items,
                        static_cast<float>(chunks) * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms));
   std::vector<float> main, pre;
+  const plan::CutRule& rule = choice.rule;
   int64_t chain = 0, longest_chain = 0, chains = 0, merged = 0;
   int64_t longest = 0;  // chunks of a sequence
   for (const Segment& s : segments) longest = std::max(longest, s.first_chunk + s.num_chunks);
@@ -92,16 +93,24 @@ float predict(const PlannedCall& planned, const Choice& choice, const plan::Shap
     chains += chain > 1 && s.is_end;  // with an M to multiply by
     longest_chain = std::max(longest_chain, chain);
   }
+  const int64_t steps = longest_chain > 0 ? rule.first_pieces + rule.pieces * (longest_chain - 1) : 0;
+  const float merges =
+      static_cast<float>(longest_chain) * costs.merge + static_cast<float>(steps - longest_chain) * plan::kMoreMerges;
   const bool hidden =
       plan::hides_merges(costs, shape, static_cast<float>(chains), items - static_cast<float>(merged * choice.value_splits));
   for (const Segment& s : segments) {
     const float ends = s.index == 0 && s.is_end ? costs.item : plan::kSegmentEnds * costs.item;
-    const float delay = hidden && s.start == QLA_START_MERGED ? static_cast<float>(longest_chain) * costs.merge : 0.0f;
+    const float delay = hidden && s.start == QLA_START_MERGED ? merges : 0.0f;
     for (int32_t part = 0; part < choice.value_splits; ++part)
       main.push_back(static_cast<float>(s.walked_chunks()) * per_chunk + ends + delay);
     for (int32_t part = 0; part < 2; ++part) {
-      if (s.needs_end_state) pre.push_back(static_cast<float>(s.walked_chunks()) * costs.state_half);
-      if (s.needs_transition) pre.push_back(static_cast<float>(s.num_chunks) * costs.state_half);
+      const auto pieces = static_cast<int32_t>(plan::pieces_of_segment(rule, s.index));
+      const float us = static_cast<float>(s.num_chunks) / static_cast<float>(pieces) * costs.state_half +
+                       (pieces > 1 ? plan::kPieceEnds : 0.0f);
+      for (int32_t piece = 0; piece < pieces && s.needs_end_state; ++piece) {
+        pre.push_back(us + (piece == 0 ? static_cast<float>(s.warmup_chunks) * costs.state_half : 0.0f));
+        if (piece > 0 || s.needs_transition) pre.push_back(us);
+      }
     }
   }
   if (choice.balanced) {
@@ -111,7 +120,7 @@ float predict(const PlannedCall& planned, const Choice& choice, const plan::Shap
            std::max(longest_us, total / static_cast<float>(costs.num_sms)) + plan::kHandOver;
   }
   return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) + makespan(main, costs.num_sms) +
-         makespan(pre, costs.num_sms) + (hidden ? 0.0f : static_cast<float>(longest_chain) * costs.merge) +
+         makespan(pre, costs.num_sms) + (hidden ? 0.0f : merges) +
          (cut ? costs.cut_item * static_cast<float>(segments.size()) : 0.0f) -
          (plan::one_direct_launch(costs, candidate, items, longest) ? plan::kDirectLaunch : 0.0f);
 }
@@ -150,12 +159,12 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
                                                          static_cast<int32_t>(planned.ranges))
                                 : plan::run_in_range(token / kChunk + n, static_cast<int32_t>(chunks),
                                                      range * planned.range_slots, planned.range_slots);
-      const plan::Cut cut = plan::make_cut(run.chunks, choice.rule);
       const bool given = present(args.initial_state) || run.continued();
       for (int64_t head = 0; head < problem.num_v_heads && run.present; ++head) {
         const auto decay = [&](int64_t c) {
           return chunk_log_decay ? chunk_log_decay[(base + run.first + c) * problem.num_v_heads + head] : assumed;
         };
+        const plan::Cut cut = plan::make_head_cut(run.chunks, choice.rule, given, decay);
         plan::for_each_segment(cut, choice.rule, given, false, decay, [&](const Segment& s) {
           if (written < result.segments_capacity)
             result.segments[written++] = {n, head, run.first + s.first_chunk, s.num_chunks, s.warmup_chunks, s.start, 0};

@@ -72,6 +72,8 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
     can.fused = can.both = can.balanced = can.mixed = false;
     can.segments = can.segments && cuts;
   }
+  can.refined_units =
+      segments::few_cut(in.problem.num_seqs, 0, counts.range_slots, in.problem.num_v_heads) ? segments::kFewUnits : 0;
   const plan::Choice& choice = result.choice = plan::choose(in.costs, shape, in.policy, can);
   counts.fused = choice.fused;
   counts.keeps = choice.fused && in.exports && !in.saved;

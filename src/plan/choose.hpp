@@ -19,9 +19,10 @@ inline constexpr int64_t kItemsPerSm = 4;               // no more segments than
 
 struct Capabilities {  // what the device's kernels can do
   bool fused = true, v_split = true, segments = true;
-  bool balanced = false;  // the fused form's items in two parts each where that fills the last round
-  bool mixed = false;     // all of V where a sequence is cut and halves where none is, in one call
-  bool both = false;      // fused and two kernels in one call, the planning kernel gives all items to one of them
+  bool balanced = false;      // the fused form's items in two parts each where that fills the last round
+  bool mixed = false;         // all of V where a sequence is cut and halves where none is, in one call
+  bool both = false;          // fused and two kernels in one call, the planning kernel gives all items to one of them
+  int64_t refined_units = 0;  // cuts of their own for heads that merge, with at most so many segments over all heads
 };
 
 enum class Reason : int32_t {
@@ -113,6 +114,60 @@ inline Profiles profiles_of(const Shape& shape) {
 }
 
 inline constexpr float kSureOfACut = 0.9f;
+inline constexpr float kSureOfARefinement = 0.99f;
+
+// Bounds from shapes, for grids and workspace. Items: one a segment, value head and half of V.
+inline int64_t most_items(const Shape& shape, const Choice& choice) {
+  return most_segments(shape.total_tokens, shape.num_seqs, choice.rule) * shape.num_v_heads * choice.value_splits;
+}
+
+// End states that merges may need, of pieces of segments: of all segments but the last of every cut sequence, and a sequence of c
+// chunks has at most (c - 1) / L of them.
+inline int64_t most_end_states(const Shape& shape, const Choice& choice) {
+  if (choice.rule.segment_chunks == 0 || choice.rule.join) return 0;
+  const int64_t chunks = shape.total_tokens / kChunkTokens + shape.num_seqs;
+  const CutRule& rule = choice.rule;
+  const int64_t least = rule.merged_chunks > 0 ? rule.merged_chunks : rule.segment_chunks;
+  const int64_t first = std::min(shape.num_seqs, chunks / least) * std::max(0, rule.first_pieces - rule.pieces);
+  return (chunks / least * rule.pieces + first) * shape.num_v_heads;
+}
+
+inline CutRule refined_rule(const Policy& policy, const Candidate& candidate) {
+  CutRule rule = rule_for(policy, candidate.segment_chunks);
+  rule.merged_chunks = candidate.merged_chunks;
+  rule.pieces = candidate.pieces, rule.first_pieces = candidate.first_pieces;
+  return rule;
+}
+
+// Cuts with more to do for the pre-pass's multiprocessors: heads that merge in shorter segments, as many as one round of pre-pass
+// and main pass takes, or the pre-pass's way to their ends in pieces. None of it where every head merges.
+template <typename Consider>
+void for_each_refinement(const DeviceCosts& costs, const Shape& shape, const Capabilities& can, const Policy& policy,
+                         Candidate candidate, int64_t longest, Consider consider) {
+  constexpr int64_t kPieceChunks = 8;
+  constexpr int32_t kPieces[][2] = {{2, 1}, {3, 1}, {4, 1}, {2, 2}, {3, 2}, {4, 2}, {1, 2}, {1, 3}};
+  const int64_t heads = shape.num_v_heads, merging = assumed_exact_heads(heads),
+                segments = ceil_div(longest, candidate.segment_chunks);
+  if (can.refined_units == 0 || merging == 0) return;
+  const auto fits = [&] {
+    Choice choice;
+    choice.rule = refined_rule(policy, candidate);
+    return most_items(shape, choice) <= can.refined_units && most_end_states(shape, choice) <= kItemsPerSm * costs.num_sms;
+  };
+  const int64_t in_pre_pass = (costs.num_sms / (2 * merging) + 3) / 2,
+                rounds = ceil_div(heads * segments * candidate.splits, costs.num_sms),
+                in_main_pass = (rounds * costs.num_sms / candidate.splits - (heads - merging) * segments) / merging;
+  if (const int64_t more = std::min(in_pre_pass, in_main_pass); more > segments) {
+    candidate.merged_chunks = ceil_div(longest, more);
+    if (candidate.merged_chunks >= kLeastSegmentChunks && fits()) consider(candidate);
+    candidate.merged_chunks = 0;
+  }
+  for (const auto& [first, others] : kPieces) {
+    if (candidate.segment_chunks < kPieceChunks * std::max(first, others)) continue;
+    candidate.first_pieces = first, candidate.pieces = others;
+    if (fits()) consider(candidate);
+  }
+}
 
 inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Capabilities& can) {
   const Profiles profiles = profiles_of(shape);
@@ -146,6 +201,7 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     float us = 0, each = 0;
     for (int32_t i = 0; i < profiles.count; ++i)
       better_whole(profiles.all[i], candidate, each), us += profiles.all[i].weight * each;
+    if (candidate.refined()) us /= kSureOfARefinement;
     if (best.splits == 0 || us < best_us) best = candidate, best_us = us;
     if (candidate.segment_chunks == 0 && (best_uncut.splits == 0 || us < best_uncut_us))
       best_uncut = candidate, best_uncut_us = us;
@@ -172,6 +228,10 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   if (free_choice && shape.num_seqs > 2 && best.segment_chunks >= profiles.all[0].kinds[0].chunks / 2 &&
       best_us > kSureOfACut * best_uncut_us)
     best = best_uncut, best_us = best_uncut_us;
+
+  // Of the best cut alone: the model tells refinements of one length better apart than those of several.
+  if (best.segment_chunks > 0 && leaves_whole && !best.fused && !policy.exact())
+    for_each_refinement(costs, shape, can, policy, best, longest, consider);
 
   // Both forms, uncut: each profile by its better one, at the price of the launches that find nothing.
   int64_t fused_chunks = 0;
@@ -244,7 +304,7 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     choice.reason = Reason::ValueSplit;
   else
     choice.reason = shape.seqs() * shape.num_v_heads * 2 > costs.num_sms ? Reason::CardFull : Reason::NothingToCut;
-  choice.rule = rule_for(policy, best.segment_chunks);
+  choice.rule = refined_rule(policy, best);
   choice.rule.uncut_chunks = best.uncut_chunks;
   // All segments run at once, so the longest walk counts: what more warm-up would cost here, a merge costs less.
   choice.rule.max_warmup_chunks = std::max<int64_t>(kAssumedWarmup, best.segment_chunks / 2);
@@ -256,19 +316,6 @@ inline Choice chosen_form(Choice choice, int64_t longest_chunks) {
   if (choice.fused_chunks > 0 && takes_fused(longest_chunks, choice.fused_chunks)) choice.fused = true, choice.value_splits = 1;
   if (choice.uncut_splits > 0 && !choice.rule.cuts(longest_chunks)) choice.value_splits = choice.uncut_splits;
   return choice;
-}
-
-// Bounds from shapes, for grids and workspace. Items: one a segment, value head and half of V.
-inline int64_t most_items(const Shape& shape, const Choice& choice) {
-  return most_segments(shape.total_tokens, shape.num_seqs, choice.rule) * shape.num_v_heads * choice.value_splits;
-}
-
-// Segments whose end state a merge may need: all but the last of every cut sequence, and a sequence of c chunks has at most
-// (c - 1) / L of them.
-inline int64_t most_end_states(const Shape& shape, const Choice& choice) {
-  if (choice.rule.segment_chunks == 0 || choice.rule.join) return 0;
-  const int64_t chunks = shape.total_tokens / kChunkTokens + shape.num_seqs;
-  return chunks / choice.rule.segment_chunks * shape.num_v_heads;
 }
 
 }  // namespace qla::plan

@@ -30,6 +30,12 @@ struct CutRule {
   int32_t exact = 0;              // 1: every cut is merged, the warm-up is never used
   int32_t join = 0;               // 1: a boundary that would need a merge is not cut at all
   int32_t balance = 1;            // 1: a sequence's segments are made about equally long; 0: all but the last have segment_chunks
+  // A head whose last boundary is merged is cut into shorter segments, of at most so many chunks: it is walked three times, and
+  // needs no warm-up. 0: like the others.
+  int64_t merged_chunks = 0;
+  // The pre-pass walks a segment in so many pieces, the sequence's first one (which has no transition before its second piece) in
+  // first_pieces. Each is a merge more. Of segments with at least so many chunks.
+  int32_t pieces = 1, first_pieces = 1;
 
   QLA_HD bool cuts(int64_t chunks) const { return segment_chunks > 0 && chunks > segment_chunks && chunks > uncut_chunks; }
 };
@@ -44,13 +50,15 @@ struct BasicCut {
 };
 using Cut = BasicCut<int64_t>;
 
+// merging: of a head that rule.merged_chunks holds for
 template <typename Int>
-QLA_HD BasicCut<Int> make_basic_cut(Int chunks, const CutRule& rule) {
+QLA_HD BasicCut<Int> make_basic_cut(Int chunks, const CutRule& rule, bool merging = false) {
   BasicCut<Int> cut;
   cut.chunks = chunks;
   cut.segment_chunks = chunks > 0 ? chunks : 1;
   if (rule.cuts(chunks)) {
-    const Int most = static_cast<Int>(rule.segment_chunks);  // fewer than chunks
+    // fewer than chunks
+    const Int most = static_cast<Int>(merging && rule.merged_chunks > 0 ? rule.merged_chunks : rule.segment_chunks);
     using Unsigned = std::make_unsigned_t<Int>;
     const auto pieces_of = [&](Int length) {
       return static_cast<Int>((static_cast<Unsigned>(chunks) + static_cast<Unsigned>(length) - 1) /
@@ -131,6 +139,29 @@ QLA_HD float segment_decay(const BasicCut<Int>& cut, Int segment, Decay decay) {
   return sum_in_order(cut.begin(segment + 1) - begin, [&](Int c) { return decay(begin + c); });
 }
 
+// The cut of one head of a sequence, in token order.
+template <typename Decay>
+QLA_HD Cut make_head_cut(int64_t chunks, const CutRule& rule, bool has_initial, Decay decay) {
+  const Cut cut = make_cut(chunks, rule);
+  if (rule.merged_chunks == 0 || cut.num_segments == 1) return cut;
+  float total = 0.0f;
+  for (int64_t segment = 0; segment + 1 < cut.num_segments; ++segment) total += segment_decay(cut, segment, decay);
+  const int64_t last = cut.begin(cut.num_segments - 1);
+  const Start start = start_at(last, total, has_initial, rule, [&](int64_t n) { return decay(last - n); });
+  return start.start == QLA_START_MERGED ? make_basic_cut<int64_t>(chunks, rule, true) : cut;
+}
+
+// Pieces of a segment in the pre-pass, and where one begins, in chunks of the segment's own.
+template <typename Int>
+QLA_HD Int pieces_of_segment(const CutRule& rule, Int segment) {
+  return segment == 0 ? rule.first_pieces : rule.pieces;
+}
+template <typename Int>
+QLA_HD Int begin_of_piece(Int chunks, Int pieces, Int piece) {
+  using Unsigned = std::make_unsigned_t<Int>;  // chunks times pieces below 2^31
+  return static_cast<Int>(static_cast<Unsigned>(chunks * piece) / static_cast<Unsigned>(pieces));
+}
+
 // Calls emit(const Segment&) in walking order: token order, or from the last segment down with reverse (the reverse pass, (C3)).
 // has_initial: an initial_state is used for this sequence; reverse: a d_final_state is given.
 template <typename Decay, typename Emit>
@@ -174,7 +205,8 @@ QLA_HD void for_each_segment(const Cut& cut, const CutRule& rule, bool has_initi
 QLA_HD constexpr int64_t most_segments(int64_t total_tokens, int64_t num_seqs, const CutRule& rule) {
   const int64_t chunks = total_tokens / kChunkTokens + num_seqs;
   // A cut sequence of c > L chunks has at most ceil(c / L) < c / L + 1 segments, so all together at most chunks / L + sequences.
-  return num_seqs + (rule.segment_chunks > 0 ? chunks / rule.segment_chunks : 0);
+  const int64_t least = rule.merged_chunks > 0 ? rule.merged_chunks : rule.segment_chunks;
+  return num_seqs + (least > 0 ? chunks / least : 0);
 }
 
 }  // namespace qla::plan

@@ -99,7 +99,7 @@ TEST(Plan, RepeatedIsTheSame) {
     return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
   };
   int partly = 0, cut = 0, fused = 0;
-  for (int i = 0; i < 1000; ++i) {
+  for (int i = 0; i < 2000; ++i) {
     std::vector<int64_t> lens(static_cast<size_t>(pick(1, 5)));
     int64_t tokens = 0;
     for (int64_t& n : lens) n = pick(0, int64_t{1} << pick(8, 15)), tokens += n;

@@ -10,72 +10,14 @@
 #include "cuda/kernels/plan_segments/cut.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "device/harness.hpp"
+#include "device/plan_balanced.cuh"
+#include "device/plan_problem.cuh"
 #include "device/plan_timing.cuh"
-#include "plan/balance.hpp"
-#include "plan/forms.hpp"
-#include "plan/ranges.hpp"
-#include "qla/qla.h"
 
 using namespace qla::cuda;
 using namespace qla::test;
 
 namespace {
-
-struct Tables {
-  std::vector<ChunkRecord> chunks;
-  std::vector<WorkItem> items, pre_items;
-  std::vector<MergeChain> chains;
-  std::vector<uint8_t> transitions;
-  PlanHeader header, pre_header;
-};
-
-struct Problem {
-  std::vector<int64_t> cu;  // boundaries as given
-  int64_t tokens = 0;
-  int heads = 1, v_parts = 1, checkpoint_every = 0;
-  bool wide = false;  // int64 boundaries
-  bool initial = true;
-  std::vector<uint8_t> has_initial;
-  qla::plan::CutRule rule;
-  std::vector<float> decay;                 // [slot][heads]
-  int uncut_parts = 0;                      // a list of its own, in so many parts of V, for when nothing is cut; 0: one list
-  int64_t fused_chunks = 0;                 // both forms: a second list for all of V ..
-  int64_t parts = 1, part = 0;              // .. and the two kernels' tables in so many ranges, one of which is looked at
-  int64_t first_slot = 0, range_slots = 0;  // a range of chunks (plan/ranges.hpp); 0: all
-  int64_t all_slots() const { return tokens / 64 + int64_t(cu.size()) - 1; }
-  int64_t slots() const {
-    if (parts > 1) return qla::plan::part_slots(all_slots(), seqs(), parts);
-    return range_slots ? std::min(range_slots, all_slots() - first_slot) : all_slots();
-  }
-  int64_t seqs() const { return int64_t(cu.size()) - 1; }
-};
-// What cut_items says of a range: whether anything in it is cut.
-bool cuts_anything(const Problem& p) {
-  for (int64_t n = 0; n < p.seqs(); n++) {
-    const int64_t bos = std::clamp<int64_t>(p.cu[n], 0, p.tokens), eos = std::clamp<int64_t>(p.cu[n + 1], bos, p.tokens);
-    const int32_t chunks = int32_t((eos - bos + 63) / 64);
-    if (p.rule.cuts(qla::plan::run_in_range(bos / 64 + n, chunks, p.first_slot, p.slots()).chunks)) return true;
-  }
-  return false;
-}
-// bound on merged boundaries
-int64_t most_states(const Problem& p) {
-  return p.rule.segment_chunks ? (p.tokens / 64 + p.seqs()) / p.rule.segment_chunks * p.heads : 0;
-}
-
-// What the host says of the boundaries as the kernel clamps them.
-int64_t longest_chunks(const Problem& p) {
-  int64_t longest = 0;
-  for (size_t n = 0; n + 1 < p.cu.size(); n++) {
-    const int64_t bos = std::clamp<int64_t>(p.cu[n], 0, p.tokens), eos = std::clamp<int64_t>(p.cu[n + 1], 0, p.tokens);
-    longest = std::max(longest, (eos - bos + 63) / 64);
-  }
-  return longest;
-}
-bool good_boundaries(const Problem& p) {
-  return p.cu.front() == 0 && p.cu.back() <= p.tokens && std::is_sorted(p.cu.begin(), p.cu.end());
-}
-bool takes_fused(const Problem& p) { return p.fused_chunks && qla::plan::takes_fused(longest_chunks(p), p.fused_chunks); }
 
 Tables run(const Problem& p, const std::string& name) {
   const int64_t segments = qla::plan::most_segments(p.tokens, p.seqs(), p.rule), items = segments * p.heads * p.v_parts;
@@ -243,39 +185,47 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
       records[first_in_tables + c] = {bos + 64 * c, int32_t(std::min<int64_t>(64, eos - bos - 64 * c)), int32_t(n)};
     const bool given = p.initial && (p.has_initial.empty() || p.has_initial[n]), initial = given || part.continued();
     for (int h = 0; h < p.heads && part.present; h++) {
-      const qla::plan::Cut cut = qla::plan::make_cut(part.chunks, p.rule);
+      const auto decay = [&](int64_t c) { return p.decay[(slot + part.first + c) * p.heads + h]; };
+      const qla::plan::Cut cut = qla::plan::make_head_cut(part.chunks, p.rule, initial, decay);
       int previous = -1;
       const int first_entry = entry;
-      qla::plan::for_each_segment(
-          cut, p.rule, initial, false, [&](int64_t c) { return p.decay[(slot + part.first + c) * p.heads + h]; },
-          [&](const qla::plan::Segment& s) {
-            WorkItem i{};
-            i.first_chunk = int32_t(part.first + s.first_chunk - s.warmup_chunks);
-            i.token = bos + 64 * int64_t(i.first_chunk);
-            i.slot = int32_t(first_in_tables + i.first_chunk);
-            i.chunks = int32_t(s.walked_chunks());
-            i.warmup = int32_t(s.warmup_chunks);
-            i.last_rows = i.first_chunk + i.chunks < chunks ? 64 : chunks ? int32_t(eos - bos - 64 * (chunks - 1)) : 0;
-            i.sequence = int32_t(n);
-            i.v_head = h;
-            const int start = s.start == QLA_START_INITIAL && part.continued() ? kStartCarried : s.start;
-            i.start = start;
-            i.start_index = s.start == QLA_START_MERGED ? previous : 0;
-            i.is_last = !s.is_end ? 0 : part.goes_on ? kCarry : kFinalState;
-            for (i.v_part = 0; i.v_part < v_parts; i.v_part++) want.insert(key(i, true));
-            if (!s.needs_end_state) return;
-            i.is_last = 0;
-            i.start = s.start == QLA_START_MERGED ? QLA_START_ZERO : start;
-            i.start_index = entry;
-            for (i.v_part = 0; i.v_part < p.v_parts; i.v_part++) want_pre.insert(key(i, true));
-            if (s.needs_transition) {
-              i.start = kStartIdentity;
-              i.start_index = int32_t(states + entry);
-              for (i.v_part = 0; i.v_part < p.v_parts; i.v_part++) want_pre.insert(key(i, true));
-            }
-            want_transitions.push_back(uint8_t(s.needs_transition));
-            previous = entry++;
-          });
+      qla::plan::for_each_segment(cut, p.rule, initial, false, decay, [&](const qla::plan::Segment& s) {
+        WorkItem i{};
+        i.first_chunk = int32_t(part.first + s.first_chunk - s.warmup_chunks);
+        i.token = bos + 64 * int64_t(i.first_chunk);
+        i.slot = int32_t(first_in_tables + i.first_chunk);
+        i.chunks = int32_t(s.walked_chunks());
+        i.warmup = int32_t(s.warmup_chunks);
+        i.last_rows = i.first_chunk + i.chunks < chunks ? 64 : chunks ? int32_t(eos - bos - 64 * (chunks - 1)) : 0;
+        i.sequence = int32_t(n);
+        i.v_head = h;
+        const int start = s.start == QLA_START_INITIAL && part.continued() ? kStartCarried : s.start;
+        i.start = start;
+        i.start_index = s.start == QLA_START_MERGED ? previous : 0;
+        i.is_last = !s.is_end ? 0 : part.goes_on ? kCarry : kFinalState;
+        for (i.v_part = 0; i.v_part < v_parts; i.v_part++) want.insert(key(i, true));
+        if (!s.needs_end_state) return;
+        i.is_last = 0;
+        const int64_t pieces = qla::plan::pieces_of_segment(p.rule, s.index);
+        for (int64_t piece = 0; piece < pieces; piece++) {
+          const int64_t from = piece ? s.warmup_chunks + qla::plan::begin_of_piece(s.num_chunks, pieces, piece) : 0,
+                        until = s.warmup_chunks + qla::plan::begin_of_piece(s.num_chunks, pieces, piece + 1);
+          const bool moves = piece > 0 || s.needs_transition;
+          WorkItem walk = i;
+          walk.first_chunk += int32_t(from), walk.slot += int32_t(from), walk.token += 64 * from;
+          walk.chunks = int32_t(until - from);
+          walk.warmup = piece ? 0 : i.warmup;
+          walk.last_rows = 64;
+          walk.start = moves ? QLA_START_ZERO : start;
+          walk.start_index = entry;
+          for (walk.v_part = 0; walk.v_part < p.v_parts; walk.v_part++) want_pre.insert(key(walk, true));
+          walk.start = kStartIdentity;
+          walk.start_index = int32_t(states + entry);
+          for (walk.v_part = 0; walk.v_part < p.v_parts && moves; walk.v_part++) want_pre.insert(key(walk, true));
+          want_transitions.push_back(uint8_t(moves));
+          previous = entry++;
+        }
+      });
       if (entry > first_entry) want_chains.push_back({first_entry, entry - first_entry});
     }
   }
@@ -350,87 +300,6 @@ void inside(const Problem& p, const Tables& t, const std::string& name) {
   check(good, name + ": everything stays inside");
 }
 
-// The balanced list of a fused call: every chunk once, shares as plan/balance.hpp says, each CTA's way through it.
-void balanced(const Problem& p, int shares, int ctas, const std::string& name) {
-  std::vector<int32_t> narrow(p.cu.begin(), p.cu.end());
-  Device<int32_t> cu32(narrow);
-  Device<int64_t> cu64(p.cu);
-  const int64_t items = p.seqs() * p.heads;
-  Device<PlanHeader> header(1);
-  Device<WorkItem> list(size_t(items + shares));
-  Device<int32_t> flags(size_t(2 * shares));
-  const size_t gates = size_t(p.tokens * p.heads);
-  Device<float> gate(std::vector<float>(gates, -0.5f)), vec(size_t(p.all_slots() * p.heads * kFusedVecFloats));
-  segments::Args a{};
-  a.cu_seqlens = p.wide ? static_cast<const void*>(cu64.get()) : cu32.get();
-  a.index_dtype = p.wide ? QLA_INT64 : QLA_INT32;
-  a.has_initial = p.initial;
-  a.num_seqs = p.seqs();
-  a.tokens = p.tokens;
-  a.slots = int32_t(p.all_slots());
-  a.num_v_heads = p.heads;
-  a.v_parts = 1;
-  a.header = header.get();
-  a.items = list.get();
-  a.balanced_shares = shares;
-  a.fused_ctas = ctas;
-  a.part_flags = flags.get();
-  const gates::Args g = gates_of(p.tokens, p.heads, gate.get(), vec.get());
-  cuda_ok(segments::launch_balanced(a, g, nullptr), "plan_balanced_and_gates");
-  cuda_ok(cudaDeviceSynchronize(), name.c_str());
-  check(header.guards_intact() && list.guards_intact() && flags.guards_intact() && vec.guards_intact(),
-        name + ": writes stay inside");
-  const PlanHeader h = header.download()[0];
-  const std::vector<WorkItem> got = list.download();
-  const std::vector<int32_t> words = flags.download();
-  check(h.num_items >= items && h.num_items < items + shares && h.next_item == -ctas, name + ": header");
-  for (int i = 0; i < shares; i++) check(words[size_t(i)] == 0, name + ": flags");
-  if (!good_boundaries(p)) {
-    bool good = true;
-    for (const WorkItem& i : got)
-      good &= i.token >= 0 && i.chunks >= 0 && i.slot >= 0 && int64_t(i.slot) + i.chunks <= p.all_slots() && i.start_index >= 0 &&
-              i.start_index < shares && (i.segment == INT32_MAX || (i.segment >= 0 && i.segment < h.num_items)) &&
-              (i.chunks == 0 || i.token + 64 * int64_t(i.chunks - 1) + i.last_rows <= p.tokens);
-    check(good, name + ": everything stays inside");
-    return;
-  }
-  check(h.end_token == p.cu.back() && h.valid_tokens == 1, name + ": header of good boundaries");
-  int64_t total = 0, longest = 0;
-  for (int64_t n = 0; n < p.seqs(); n++) {
-    const int64_t chunks = (p.cu[size_t(n) + 1] - p.cu[size_t(n)] + 63) / 64;
-    total += chunks * p.heads, longest = std::max(longest, chunks);
-  }
-  const int64_t share = qla::plan::balanced_share(total, longest, shares);
-  std::map<std::pair<int, int>, int64_t> walked;  // sequence and head: chunks so far
-  std::map<int, std::pair<int, int>> left;        // border: whose state lies there
-  int64_t seen = 0;
-  bool good = true;
-  for (int taken = 0; taken < shares; taken++) {
-    int64_t of_share = 0, guard = 0;
-    for (int64_t at = words[size_t(shares + taken)]; at != INT32_MAX && guard++ < h.num_items; at = got[size_t(at)].segment) {
-      const WorkItem& i = got[size_t(at)];
-      const int64_t bos = p.cu[size_t(i.sequence)], eos = p.cu[size_t(i.sequence) + 1], chunks = (eos - bos + 63) / 64;
-      const std::pair<int, int> who{i.sequence, i.v_head};
-      const bool early = i.is_last == kCarry, late = i.start == kStartCarried;
-      good &= i.first_chunk == walked[who] && i.token == bos + 64 * walked[who] && i.slot == bos / 64 + i.sequence + walked[who];
-      walked[who] += i.chunks;
-      good &= early ? walked[who] < chunks && i.last_rows == 64 && guard == 1 : walked[who] == chunks && i.is_last == kFinalState;
-      if (!early && chunks > 0) good &= i.last_rows == eos - bos - 64 * (chunks - 1);
-      if (late)
-        good &= left.count(i.start_index) && left[i.start_index] == who && i.segment == INT32_MAX;
-      else
-        good &= i.start == (p.initial ? QLA_START_INITIAL : QLA_START_ZERO);
-      if (early) good &= left.emplace(i.start_index, who).second && i.start_index < shares;
-      of_share += i.chunks, seen++;
-    }
-    good &= of_share <= share + qla::plan::kLeastPart;
-  }
-  check(good, name + ": shares");
-  check(seen == h.num_items && int64_t(walked.size()) == items, name + ": every item once");
-  for (const auto& [who, chunks] : walked)
-    check(chunks == (p.cu[size_t(who.first) + 1] - p.cu[size_t(who.first)] + 63) / 64, name + ": every chunk once");
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -469,6 +338,7 @@ int main(int argc, char** argv) {
       p.rule.exact = pick(0, 5) == 0;
       p.rule.balance = int32_t(pick(0, 1));
       p.uncut_parts = int(pick(0, 2));
+      if (pick(0, 3)) refine(p, pick);
     }
     gates(p);
     const std::string name = "round " + std::to_string(round) + " (" + std::to_string(lens.size()) + " sequences, " +
@@ -483,6 +353,29 @@ int main(int argc, char** argv) {
       const std::string range = name + ", range from " + std::to_string(p.first_slot);
       compare(p, run(p, range), range);
     }
+  }
+  for (int round = 0; round < (quick ? 5 : 60); round++) {  // few sequences, refined cuts; then bad boundaries
+    std::vector<int64_t> lens(size_t(pick(1, 4)));
+    for (auto& l : lens) l = pick(0, 7) == 0 ? 0 : pick(1, 20000);
+    Problem p = boundaries(lens, pick(0, 1) * pick(0, 300));
+    p.heads = int(pick(1, 32));
+    p.v_parts = int(pick(1, 2));
+    p.initial = pick(0, 1);
+    const int64_t longest = longest_chunks(p);
+    p.rule.segment_chunks = std::max<int64_t>(2, longest / pick(1, 9));
+    p.rule.uncut_chunks = pick(0, 3) ? 0 : longest / 2;
+    p.rule.max_warmup_chunks = p.rule.segment_chunks / 2;
+    p.uncut_parts = int(pick(0, 2));
+    gates(p);
+    refine(p, pick);
+    const std::string name = "refined " + std::to_string(round) + " (L " + std::to_string(p.rule.segment_chunks) + ", " +
+                             std::to_string(p.rule.merged_chunks) + ", pieces " + std::to_string(p.rule.first_pieces) + ", " +
+                             std::to_string(p.rule.pieces) + ")";
+    compare(p, run(p, name), name);
+    for (auto& x : p.cu)
+      if (pick(0, 2) == 0) x = pick(-5000, 2 * p.tokens);
+    p.cu[0] = -1;
+    inside(p, run(p, name), name + ", bad boundaries");
   }
   for (int round = 0; round < (quick ? 4 : 24); round++) {  // both forms: lengths about the crossing, and exactly there
     std::vector<int64_t> lens(size_t(pick(2, 3)));

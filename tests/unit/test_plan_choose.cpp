@@ -340,7 +340,7 @@ TEST(WorkspaceLayout, QueryAndCarvingAgree) {
 TEST(PlannerFuzz, BoundsFromShapesHold) {
   std::mt19937_64 random(5);
   const auto pick = [&](int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random); };
-  int64_t tightest_items = INT64_MAX, tightest_states = INT64_MAX, cuts = 0;
+  int64_t tightest_items = INT64_MAX, tightest_states = INT64_MAX, cuts = 0, finer = 0, in_pieces = 0;
   const char* const given = std::getenv("QLA_FUZZ_ROUNDS");  // a million takes half a minute
   const int64_t rounds = given ? std::strtoll(given, nullptr, 10) : 20000;
   for (int64_t round = 0; round < rounds; ++round) {
@@ -366,8 +366,16 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
     policy.mode = static_cast<int32_t>(pick(0, 3));
     policy.fixed_chunks = pick(1, 9);
     policy.batch_invariant = pick(0, 3) == 0;
-    const Capabilities can{pick(0, 1) == 1, pick(0, 1) == 1, pick(0, 7) != 0, pick(0, 1) == 1};
-    const Choice planned = choose(kH200, shape, policy, can);
+    Capabilities can{pick(0, 1) == 1, pick(0, 1) == 1, pick(0, 7) != 0, pick(0, 1) == 1};
+    can.refined_units = shape.backward ? 0 : pick(0, 1) * 1024;
+    Choice planned = choose(kH200, shape, policy, can);
+    CutRule& rule = planned.rule;
+    const bool as_planned = can.refined_units == 0 || rule.segment_chunks < 2 || !rule.balance || pick(0, 1);
+    if (!as_planned) {  // any refinement
+      if (pick(0, 2)) rule.merged_chunks = pick(ceil_div(rule.segment_chunks, 4), rule.segment_chunks);
+      const int64_t most = std::min<int64_t>(6, (rule.merged_chunks ? rule.merged_chunks : rule.segment_chunks) / 2);
+      if (most > 0) rule.pieces = static_cast<int32_t>(pick(1, most)), rule.first_pieces = static_cast<int32_t>(pick(1, most));
+    }
     int64_t longest = 0;
     for (const int64_t len : lens) longest = std::max(longest, chunks_of(len));
     const Choice choice = chosen_form(planned, longest);
@@ -377,14 +385,21 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
       ASSERT_EQ(choice.rule.segment_chunks, 0) << "fused calls are never cut";
     }
     int64_t items = 0, end_states = 0, covered = 0, expected = 0;
-    const bool reverse = pick(0, 1), initial = pick(0, 1);
+    const bool pieces_of_reverse = rule.pieces > 1 || rule.first_pieces > 1;  // there are none: backward plans without
+    const bool reverse = pick(0, 1) && !pieces_of_reverse, initial = pick(0, 1);
     for (const int64_t len : lens) {
-      const Cut cut = make_cut(chunks_of(len), choice.rule);
+      const auto decay = [&](int64_t) { return gate; };
+      const Cut cut = make_head_cut(chunks_of(len), choice.rule, initial, decay);
       expected += cut.chunks;
-      for_each_segment(
-          cut, choice.rule, initial, reverse, [&](int64_t) { return gate; },
-          [&](const Segment& s) { ++items, end_states += s.needs_end_state, covered += s.num_chunks; });
+      for_each_segment(cut, choice.rule, initial, reverse, decay, [&](const Segment& s) {
+        ++items, covered += s.num_chunks;
+        if (!s.needs_end_state) return;
+        const int64_t pieces = pieces_of_segment(choice.rule, s.index);
+        end_states += pieces, in_pieces += pieces > 1;
+        ASSERT_GE(s.num_chunks, pieces) << "a piece without chunks";
+      });
       cuts += cut.num_segments > 1;
+      finer += cut.segment_chunks != make_cut(chunks_of(len), choice.rule).segment_chunks;
     }
     ASSERT_EQ(covered, expected);
     items *= shape.num_v_heads * choice.value_splits;
@@ -394,12 +409,14 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
     ASSERT_LE(end_states, most_end_states(shape, choice));
     tightest_items = std::min(tightest_items, most_items(shape, choice) - items);
     if (end_states) tightest_states = std::min(tightest_states, most_end_states(shape, choice) - end_states);
-    if (policy.mode != QLA_CP_FIXED && choice.rule.segment_chunks &&
+    if (as_planned && policy.mode != QLA_CP_FIXED && choice.rule.segment_chunks &&
         !policy.batch_invariant) {  // what bounds the merges' workspace
       ASSERT_LE(most_end_states(shape, choice), (kItemsPerSm + 1) * kH200.num_sms + shape.num_seqs * shape.num_v_heads);
     }
   }
   EXPECT_GT(cuts, 1000);
+  EXPECT_GT(finer, 10);
+  EXPECT_GT(in_pieces, 10);
   EXPECT_LE(tightest_items, 1);  // the bounds are not slack
   EXPECT_LE(tightest_states, 1);
 }

@@ -7,7 +7,13 @@
 namespace qla::cuda::segments {
 
 inline constexpr int kUnitBytes = 12;
-inline constexpr int kFewUnits = 1024;  // segments over all heads: with no more, and kFewSequences, cut_few makes the items
+inline constexpr int kFewUnits = 1024;  // segments over all heads
+inline constexpr int64_t kStagedBytes = 160 * 1024;
+
+// Whether cut_few makes the items, or cut_items, which leaves out the rule's refinements (merged_chunks, pieces).
+inline bool few_cut(int64_t seqs, int64_t units, int64_t slots, int64_t heads) {
+  return seqs <= kFewSequences && units <= kFewUnits && slots * heads * int64_t{sizeof(float)} <= kStagedBytes;
+}
 
 struct CutArgs {
   Args plan;  // boundaries, sizes, header and items of the main pass

@@ -2,10 +2,11 @@
 //   grid: one CTA; a thread a unit = (sequence, segment, value head), heads side by side, so that lanes read sums of different
 //   banks. What boundaries decide is worked out before the wait. Behind it every step is one round trip: sums to shared memory in
 //   one bulk copy; sum of each segment; start of each segment, counted by length; positions and items. No 64-bit division, no
-//   loop over units: the CTA has as many threads as there may be units.
-// The merged boundary in front of segment j > 0 of a sequence's head h has an entry by its rank: behind those that the sequences
-//   before and the heads before (segments - 1 each) may have, merged boundaries of this head before it. Shapes bound that;
-//   entries of one chain are consecutive.
+//   loop over units: the CTA has as many threads as there may be units. Where heads that merge have segments of their own
+//   (CutRule::merged_chunks) a unit may be none: each head has threads for the finer cut.
+// The merged boundary in front of segment j > 0 of a sequence's head h has an entry for each piece of the pre-pass's way to it,
+//   by its rank: behind those that the sequences before and the heads before may have, merged boundaries of this head before it.
+//   Shapes bound that; entries of one chain are consecutive.
 #pragma once
 
 #include "cuda/kernels/plan_segments/cut.cuh"
@@ -17,8 +18,9 @@ namespace qla::cuda::segments {
 struct FewSequence {
   int64_t bos;  // of its part in the range
   int32_t chunks, last_rows, slot, first_chunk;
-  int32_t segment_chunks, segments, first_segment;
-  int32_t first_entry;  // of its first head
+  int32_t segment_chunks[2], segments[2];  // of a head that merges: the second one
+  int32_t places, first_place;             // segments a head may have
+  int32_t first_entry;                     // of its first head
   int32_t chunk_base, checkpoint_base;
   int16_t start, end;
 };
@@ -26,12 +28,18 @@ struct FewShared {
   alignas(16) int32_t bucket[2][kBuckets];  // units by length; merged starts: the second half
   uint64_t arrived;                         // the sums
   FewSequence sequence[kFewSequences];
-  int32_t segments;  // over all sequences
-  int32_t pre_items, chains;
+  int32_t places;  // over all sequences
+  int32_t long_items, pre_items, chains;
   float sum[kFewUnits];            // of ghat over the unit's segment
-  uint32_t merged[kFewUnits];      // [segment / 32][head]: bit segment % 32
-  uint8_t sequence_of[kFewUnits];  // of a segment
+  uint32_t merged[kFewUnits];      // [place / 32][head]: bit place % 32
+  uint8_t sequence_of[kFewUnits];  // of a place
+  uint8_t merging[kFewUnits];      // [a sequence's first place][head]
 };
+
+// of a head with so many segments, all of whose boundaries are merged
+__device__ __forceinline__ int32_t few_entries(const CutArgs& a, int32_t segments) {
+  return segments > 1 ? (segments - 2) * a.rule.pieces + a.rule.first_pieces : 0;
+}
 
 // By the first warp, a lane a sequence; -> something is cut.
 __device__ __forceinline__ bool few_sequences(const CutArgs& a, FewShared& s) {
@@ -46,31 +54,37 @@ __device__ __forceinline__ bool few_sequences(const CutArgs& a, FewShared& s) {
     x.last_rows = run.goes_on ? 64 : run.chunks ? int32_t(span.eos - x.bos) - 64 * (run.chunks - 1) : 0;
     x.slot = run.slot;
     x.first_chunk = run.first;
-    const auto cut = qla::plan::make_basic_cut(run.chunks, a.rule);
-    x.segment_chunks = cut.segment_chunks;
-    x.segments = run.present ? cut.num_segments : 0;
+#pragma unroll
+    for (int merging = 0; merging < 2; merging++) {
+      const auto cut = qla::plan::make_basic_cut(run.chunks, a.rule, merging);
+      x.segment_chunks[merging] = cut.segment_chunks;
+      x.segments[merging] = run.present ? cut.num_segments : 0;
+    }
+    x.places = max(x.segments[0], x.segments[1]);
     x.start = int16_t(run.continued() ? kStartCarried : start_of(a.plan, n));
     x.end = run.goes_on ? kCarry : kFinalState;
   }
   const bool cuts = __any_sync(~0u, a.rule.cuts(x.chunks));
-  const int32_t every = a.plan.checkpoint_every_chunks, chunks = span.chunks(), boundaries = max(0, x.segments - 1),
+  const int32_t every = a.plan.checkpoint_every_chunks, chunks = span.chunks(), entries_a_head = few_entries(a, x.places),
                 checkpoints = every ? int32_t(uint32_t((span.eos - span.bos) / 64) / uint32_t(every)) : 0;
-  int32_t segments = x.segments, entries = boundaries, chunk_base = chunks, checkpoint_base = checkpoints;
+  int32_t places = x.places, entries = entries_a_head, chunk_base = chunks, checkpoint_base = checkpoints;
 #pragma unroll 1
   for (int d = 1; d < 32 && seqs > 1; d *= 2) {
-    const int32_t left[] = {__shfl_up_sync(~0u, segments, d), __shfl_up_sync(~0u, entries, d), __shfl_up_sync(~0u, chunk_base, d),
+    const int32_t left[] = {__shfl_up_sync(~0u, places, d), __shfl_up_sync(~0u, entries, d), __shfl_up_sync(~0u, chunk_base, d),
                             __shfl_up_sync(~0u, checkpoint_base, d)};
-    if (n >= d) segments += left[0], entries += left[1], chunk_base += left[2], checkpoint_base += left[3];
+    if (n >= d) places += left[0], entries += left[1], chunk_base += left[2], checkpoint_base += left[3];
   }
-  x.first_segment = segments - x.segments;
-  x.first_entry = (entries - boundaries) * heads;
+  x.first_place = places - x.places;
+  x.first_entry = (entries - entries_a_head) * heads;
   x.chunk_base = chunk_base - chunks;
   x.checkpoint_base = checkpoint_base - checkpoints;
   // Sequences that overlap (bad boundaries) may have more segments than the shapes allow: the rest is dropped.
   const int32_t most = a.most_units / heads;
-  x.segments = max(0, min(x.segments, most - x.first_segment));
+  x.places = max(0, min(x.places, most - x.first_place));
+#pragma unroll
+  for (int32_t& segments : x.segments) segments = min(segments, x.places);
   if (n < seqs) s.sequence[n] = x;
-  if (n == seqs - 1) s.segments = min(segments, most);
+  if (n == seqs - 1) s.places = min(places, most);
   return cuts;
 }
 
@@ -78,20 +92,30 @@ __device__ __forceinline__ bool few_sequences(const CutArgs& a, FewShared& s) {
 struct FewUnit {
   const CutArgs& a;
   FewShared& s;
-  const float* decay;                      // in shared memory
-  int32_t heads, segment, head, sequence;  // segment: over all sequences
-  int32_t in_sequence, begin, end;         // segment and chunks of the sequence
-  bool is_last;
+  const float* decay;                    // in shared memory
+  int32_t heads, place, head, sequence;  // place: over all sequences
+  int32_t segment, begin, end;           // segment and chunks of the sequence
+  int32_t segments;
 
+  // -> there is such a segment
+  __device__ __forceinline__ bool set_cut(bool merging) {
+    const FewSequence& of = s.sequence[sequence];
+    begin = min(segment * of.segment_chunks[merging], of.chunks);
+    end = min(begin + of.segment_chunks[merging], of.chunks);
+    segments = of.segments[merging];
+    return segment < segments;
+  }
+  __device__ __forceinline__ bool is_last() const { return segment + 1 == segments; }
+  __device__ __forceinline__ uint8_t& merging() const { return s.merging[(place - segment) * heads + head]; }
   __device__ __forceinline__ float sum() const {
     const float* const first = decay + (s.sequence[sequence].slot + begin) * heads + head;
     return qla::plan::sum_in_order(end - begin, [&](int32_t c) { return first[c * heads]; });
   }
   __device__ __forceinline__ qla::plan::BasicStart<int32_t> start() const {
     const FewSequence& of = s.sequence[sequence];
-    if (in_sequence == 0) return {of.start, 0};
-    const float* const before = s.sum + of.first_segment * heads + head;
-    const float total = qla::plan::sum_in_order(in_sequence, [&](int32_t c) { return before[c * heads]; });
+    if (segment == 0) return {of.start, 0};
+    const float* const before = s.sum + of.first_place * heads + head;
+    const float total = qla::plan::sum_in_order(segment, [&](int32_t c) { return before[c * heads]; });
     const float* const nearest = decay + (of.slot + begin - 1) * heads + head;
     auto start = qla::plan::start_at(begin, total, of.start != QLA_START_ZERO, a.rule,
                                      [&](int32_t back) { return nearest[(1 - back) * heads]; });
@@ -99,18 +123,19 @@ struct FewUnit {
     return start;
   }
   __device__ __forceinline__ bool merges(int32_t at) const { return s.merged[(at >> 5) * heads + head] >> (at & 31) & 1; }
-  // merged boundaries of this head in front of the sequence's segments up to its own
-  __device__ __forceinline__ int32_t rank() const {
-    const int32_t first = segment - in_sequence;
+  // entries of this head in front of those of the sequence's segments behind this one
+  __device__ __forceinline__ int32_t entries() const {
+    const int32_t first = place - segment;
     int32_t count = 0;
 #pragma unroll 1
-    for (int32_t w = first >> 5; w <= segment >> 5; w++) {
+    for (int32_t w = first >> 5; w <= place >> 5; w++) {
       uint32_t bits = s.merged[w * heads + head];
       if (w == first >> 5) bits &= ~0u << (first & 31);
-      if (w == segment >> 5) bits &= ~0u >> (31 - (segment & 31));
+      if (w == place >> 5) bits &= ~0u >> (31 - (place & 31));
       count += __popc(bits);
     }
-    return count;
+    const bool of_first = segment > 0 && merges(first + 1);
+    return count * a.rule.pieces + (of_first ? a.rule.first_pieces - a.rule.pieces : 0);
   }
 };
 
@@ -157,31 +182,28 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(arrived, 1);
     ptx::mbarrier_init_fence();
-    s.pre_items = s.chains = 0;
+    s.long_items = s.pre_items = s.chains = 0;
   }
   const bool cuts = threadIdx.x < 32 && few_sequences(a, s);
   if (answer(a, cuts)) return;
 #pragma unroll 1
   for (int n = 0; n < int(a.plan.num_seqs); n++)
 #pragma unroll 1
-    for (int i = threadIdx.x; i < s.sequence[n].segments; i += threads)
-      s.sequence_of[s.sequence[n].first_segment + i] = uint8_t(n);
+    for (int i = threadIdx.x; i < s.sequence[n].places; i += threads) s.sequence_of[s.sequence[n].first_place + i] = uint8_t(n);
 #pragma unroll 1
   for (int i = threadIdx.x; i < 2 * kBuckets; i += threads) (&s.bucket[0][0])[i] = 0;
   s.merged[threadIdx.x] = 0;
+  s.merging[threadIdx.x] = 0;
   __syncthreads();
-  const int32_t units = s.segments * heads, unit = int32_t(threadIdx.x);
-  const bool mine = unit < units;
-  FewUnit u{a, s, s_decay, heads, 0, 0, 0, 0, 0, 0, false};
+  const int32_t unit = int32_t(threadIdx.x);
+  FewUnit u{a, s, s_decay, heads, 0, 0, 0, 0, 0, 0, 0};
+  bool mine = unit < s.places * heads;
   if (mine) {
-    u.segment = int32_t(uint32_t(unit) / uint32_t(heads));
-    u.head = unit - u.segment * heads;
-    u.sequence = s.sequence_of[u.segment];
-    const FewSequence& of = s.sequence[u.sequence];
-    u.in_sequence = u.segment - of.first_segment;
-    u.begin = min(u.in_sequence * of.segment_chunks, of.chunks);
-    u.end = min(u.begin + of.segment_chunks, of.chunks);
-    u.is_last = u.in_sequence + 1 == of.segments;
+    u.place = int32_t(uint32_t(unit) / uint32_t(heads));
+    u.head = unit - u.place * heads;
+    u.sequence = s.sequence_of[u.place];
+    u.segment = u.place - s.sequence[u.sequence].first_place;
+    mine = u.set_cut(false);
   }
 
   ptx::grid_dependency_wait();
@@ -204,19 +226,38 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   }
   if (mine) s.sum[unit] = u.sum();
   __syncthreads();
+  if (a.rule.merged_chunks) {
+    if (mine && u.segment > 0 && u.is_last() && u.start().start == QLA_START_MERGED) u.merging() = 1;
+    __syncthreads();
+    if (unit < s.places * heads && u.merging()) {
+      mine = u.set_cut(true);
+      if (mine) s.sum[unit] = u.sum();
+    }
+    __syncthreads();
+  }
   qla::plan::BasicStart<int32_t> start{QLA_START_ZERO, 0};
   if (mine) start = u.start();
   const bool merged = start.start == QLA_START_MERGED;
-  if (merged) atomicOr(&s.merged[(u.segment >> 5) * heads + u.head], 1u << (u.segment & 31));
+  if (merged) atomicOr(&s.merged[(u.place >> 5) * heads + u.head], 1u << (u.place & 31));
   const int32_t bucket = merged * kBuckets + length_bucket(u.end - u.begin + start.warmup_chunks),
                 in_bucket = few_count(s.bucket[0], bucket, mine);
-  __syncthreads();
-  const int32_t place = few_first(s, bucket) + in_bucket;
+  const int32_t items = __syncthreads_count(mine);
+  const int32_t at = few_first(s, bucket) + in_bucket;
+  // bad boundaries may make more entries than there is room for
+  const FewSequence& of = s.sequence[u.sequence];
+  const int32_t first_entry = of.first_entry + u.head * few_entries(a, of.places), room = a.most_states - first_entry,
+                entries = mine ? u.entries() : 0;
+  // The pre-pass walks this segment: S_ext of each piece, M where something is in front of it. The longer pieces come first.
+  const int32_t pieces = qla::plan::pieces_of_segment(a.rule, u.segment), pre_items = 2 * pieces - (merged ? 0 : 1);
+  const bool walks = mine && !u.is_last() && u.merges(u.place + 1) && entries + pieces <= room;
+  int32_t* counter = &s.pre_items;
+  if (a.rule.pieces != a.rule.first_pieces) {
+    const bool longer = (u.segment == 0) == (a.rule.first_pieces < a.rule.pieces);
+    if (walks && longer) atomicAdd(&s.pre_items, pre_items), counter = &s.long_items;
+    __syncthreads();
+  }
   if (mine) {
-    const FewSequence& of = s.sequence[u.sequence];
-    // bad boundaries may make more entries than there is room for
-    const int32_t rank = u.rank(), first_entry = of.first_entry + u.head * (of.segments - 1), room = a.most_states - first_entry;
-    const bool usable = merged && rank <= room;
+    const bool usable = merged && entries <= room;
     const int32_t first = u.begin - start.warmup_chunks;
     WorkItem item{};
     item.token = of.bos + 64 * int64_t(first);
@@ -227,30 +268,42 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
     item.sequence = u.sequence;
     item.v_head = u.head;
     item.start = merged && !usable ? QLA_START_ZERO : start.start;
-    item.start_index = usable ? first_entry + rank - 1 : 0;
-    item.is_last = u.is_last ? of.end : 0;
-    item.segment = u.in_sequence;
+    item.start_index = usable ? first_entry + entries - 1 : 0;
+    item.is_last = u.is_last() ? of.end : 0;
+    item.segment = u.segment;
     item.first_chunk = of.first_chunk + first;
     if (a.need_bases) item.chunk_base = of.chunk_base, item.checkpoint_base = of.checkpoint_base;
     const auto put = [&](WorkItem* to, int32_t parts) {
 #pragma unroll 1
       for (item.v_part = 0; item.v_part < parts; item.v_part++, to++) store_item(to, item);
     };
-    put(a.plan.items + int64_t(place) * a.plan.v_parts, a.plan.v_parts);
-    if (u.is_last) {  // the head's chain
-      const int32_t count = min(rank, room);
+    put(a.plan.items + int64_t(at) * a.plan.v_parts, a.plan.v_parts);
+    if (u.is_last()) {  // the head's chain
+      const int32_t count = min(entries, room);
       if (count > 0) a.chains[atomicAdd(&s.chains, 1)] = {first_entry, count};
-    } else if (u.merges(u.segment + 1) && rank < room) {  // S_ext, and M where the segment's own start is merged, too
-      const int32_t entry = first_entry + rank;
-      a.transitions[entry] = merged;
+    } else if (walks) {
+      WorkItem* to = a.pre_items + int64_t(atomicAdd(counter, pre_items)) * a.pre_v_parts;
       item.is_last = 0;
-      item.start = merged ? QLA_START_ZERO : start.start;
-      item.start_index = entry;
-      WorkItem* const to = a.pre_items + int64_t(atomicAdd(&s.pre_items, 1 + merged)) * a.pre_v_parts;
-      put(to, a.pre_v_parts);
-      item.start = kStartIdentity;
-      item.start_index = a.most_states + entry;
-      if (merged) put(to + a.pre_v_parts, a.pre_v_parts);
+#pragma unroll 1
+      for (int32_t piece = 0; piece < pieces; piece++) {
+        const int32_t entry = first_entry + entries + piece;
+        const bool moves = merged || piece > 0;
+        const int32_t from = qla::plan::begin_of_piece(u.end - u.begin, pieces, piece),
+                      until = qla::plan::begin_of_piece(u.end - u.begin, pieces, piece + 1),
+                      warmup = piece == 0 ? start.warmup_chunks : 0, walk = u.begin + from - warmup;
+        item.token = of.bos + 64 * int64_t(walk);
+        item.slot = of.slot + walk;
+        item.chunks = until - from + warmup;
+        item.warmup = warmup;
+        item.first_chunk = of.first_chunk + walk;
+        item.start = moves ? QLA_START_ZERO : start.start;
+        item.start_index = entry;
+        a.transitions[entry] = moves;
+        put(to, a.pre_v_parts), to += a.pre_v_parts;
+        item.start = kStartIdentity;
+        item.start_index = a.most_states + entry;
+        if (moves) put(to, a.pre_v_parts), to += a.pre_v_parts;
+      }
     }
   }
   __syncthreads();
@@ -266,7 +319,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
       a.plan.header->end_token = end_token;
       *a.uncut_header = header_without_items(a.plan.tokens);
     }
-    a.plan.header->num_items = units * a.plan.v_parts;
+    a.plan.header->num_items = items * a.plan.v_parts;
     a.plan.header->next_item = 0;
     a.plan.header->num_merges = s.chains;
   }

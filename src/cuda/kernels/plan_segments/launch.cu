@@ -12,8 +12,6 @@
 
 namespace qla::cuda::segments {
 namespace {
-constexpr int64_t kStagedBytes = 160 * 1024;
-
 int plan_ctas(const Args& args, int multiprocessors) {
   const int64_t work = std::max<int64_t>(args.slots, args.num_seqs);
   return int(std::clamp<int64_t>((work + kThreads - 1) / kThreads, 1, 2 * multiprocessors));
@@ -63,8 +61,7 @@ cudaError_t launch_balanced(const Args& args, const gates::Args& gates, cudaStre
 }
 
 cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) {
-  const bool staged = int64_t(args.plan.slots) * args.plan.num_v_heads * int64_t(sizeof(float)) <= kStagedBytes;
-  if (args.plan.num_seqs <= kFewSequences && args.most_units <= kFewUnits && staged)
+  if (few_cut(args.plan.num_seqs, args.most_units, args.plan.slots, args.plan.num_v_heads))
     return launch_one_cta(cut_few, std::max(64, (args.most_units + 63) / 64 * 64), args, stream);  // none without sequences
   return launch_one_cta(cut_items, kCutThreads, args, stream);
 }
