@@ -43,11 +43,11 @@ inline constexpr int kVecBytesForward = 1024;  // part A
 
 // The same for the fused forward, which makes Abar and Pg itself, by chunk_gates, float[64] each: scale gamma (on (QS)^T); tail
 // beta (on Delta); gamma; cumulated log2 gate; beta. Where q and k are normalised the kernel multiplies norms into its copy and
-// puts rk, rq and scale rq behind it. A run of the record above: a call that saves makes it there, and the kernel stores what
-// norms change.
+// puts behind it rk, rq, and what rows i take of the gates: scale rq / rk, and the cumulated gate with log2 rk in it. A run of
+// the record above: a call that saves makes it there, and the kernel stores what norms change.
 inline constexpr int kFusedQ = 0, kFusedE = 64, kFusedGamma = 128, kFusedCum = 192, kFusedBeta = 256;
 inline constexpr int kFusedVecFloats = 320;
-inline constexpr int kFusedRk = 320, kFusedRq = 384, kFusedScaledRq = 448;
+inline constexpr int kFusedRk = 320, kFusedRq = 384, kFusedPgRows = 448, kFusedCumRows = 512, kFusedStageFloats = 576;
 inline constexpr int kFusedInRecord = kVecQ;  // where it begins there
 static_assert(kFusedE + kFusedInRecord == kVecE && kFusedGamma + kFusedInRecord == kVecGamma &&
               kFusedCum + kFusedInRecord == kVecG && kFusedBeta + kFusedInRecord == kVecBeta &&

@@ -29,6 +29,10 @@ __device__ __forceinline__ uint4 lds4u(uint32_t a) {
   return r;
 }
 __device__ __forceinline__ void sts(uint32_t a, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x) : "memory"); }
+// .. where `really`; no branch, which products in flight would not survive
+__device__ __forceinline__ void sts_if(bool really, uint32_t a, float x) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.f32 [%0], %1;}" ::"r"(a), "f"(x), "r"(int(really)) : "memory");
+}
 __device__ __forceinline__ void sts2(uint32_t a, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory");
 }

@@ -16,7 +16,7 @@ struct FusedConfig {
   // their place.
   static constexpr int kStages = 3;
   static constexpr int kKqBytes = 32768, kPanelBytes = 16384, kVBytes = 16384;
-  static constexpr int kOffVec = kKqBytes, kStageBytes = kKqBytes + 2048;
+  static constexpr int kOffVec = kKqBytes, kStageBytes = kKqBytes + 3072;
   static constexpr int kOffPairs = kStages * kStageBytes;              // 2 x (Abar, Pg)
   static constexpr int kOffExchange = kOffPairs + 4 * kTileSmemBytes;  // of the inverse
   static constexpr int kExchangeBytes = 14336;

@@ -32,7 +32,7 @@
 // Written by ordinary stores and read by wgmma or a tensor store: proxy fence in every writing thread before its arrive.
 //
 // SMEM          KiB
-//   K, Q        3 x 34     K rows then Q rows in each of two 64-column panels | cumulated gate, beta, gamma, q_scale, e_scale (rk, q)
+//   K, Q        3 x 35     K rows then Q rows in each of two 64-column panels | cumulated gate, beta, gamma, q_scale, e_scale (rk, q)
 //   Abar, Pg    2 x 16     lower blocks under standing zeros, 32-byte swizzle (formats.hpp)
 //   exchange    14         the inverse's operands (math/tril_inverse.cuh)
 //   V           3 x 16     O takes its place

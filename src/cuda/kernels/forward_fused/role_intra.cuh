@@ -41,9 +41,9 @@ __device__ __forceinline__ void put_u_block(const IntraChunk& x, const float* z,
   tril::store_block<__half>(at, z);
 }
 
-template <class X>
+template <bool Norm, class X>
 __device__ __forceinline__ void load_gate_columns(X& x, int b) {
-  const uint32_t at = x.vec + (kFusedCum + 16 * b) * 4 + x.lane % 4 * 8;
+  const uint32_t at = x.vec + ((Norm ? kFusedCumRows : kFusedCum) + 16 * b) * 4 + x.lane % 4 * 8;
   x.columns[0] = ptx::lds2(at);
   x.columns[1] = ptx::lds2(at + 32);
 }
@@ -61,7 +61,7 @@ struct BlockColumns {
 template <bool Norm, int B>
 __device__ __forceinline__ void fused_gate(float (&acc)[64], float (&e)[8], IntraChunk& x) {
   const float2 columns[2] = {x.columns[0], x.columns[1]};
-  if constexpr (B < 3) load_gate_columns(x, B + 1);
+  if constexpr (B < 3) load_gate_columns<Norm>(x, B + 1);
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float2 i = columns[h];
@@ -72,17 +72,12 @@ __device__ __forceinline__ void fused_gate(float (&acc)[64], float (&e)[8], Intr
 #pragma unroll
     for (int n = 0; n < 4; n++) acc[8 * B + 4 * h + n] *= -e[4 * h + n];
   }
-  if constexpr (Norm) {
-    const BlockColumns rk(x, kFusedRk, B);
-#pragma unroll
-    for (int i = 0; i < 8; i++) acc[8 * B + i] *= rk.of(i);
-  }
 }
 // .. of a diagonal block, whose rows j + 8 take nothing from columns i < 8
 template <bool Norm, int W>
 __device__ __forceinline__ void fused_diagonal(float (&acc)[64], float (&e)[8], IntraChunk& x) {
   const float2 low = x.columns[0], high = x.columns[1];
-  if constexpr (W < 3) load_gate_columns(x, W + 1);
+  if constexpr (W < 3) load_gate_columns<Norm>(x, W + 1);
   e[0] = exp2_approx(low.x - x.cum.x) * x.beta.x;
   e[1] = exp2_approx(low.y - x.cum.x) * x.beta.x;
   e[2] = e[3] = 0.f;
@@ -92,11 +87,6 @@ __device__ __forceinline__ void fused_diagonal(float (&acc)[64], float (&e)[8], 
   e[7] = exp2_approx(high.y - x.cum.y) * x.beta.y;
   const uint32_t at = x.u() + W * tril::kBlockU + (x.lane / 4 * tril::kPitchU + x.lane % 4 * 2) * 4;
   float* k = acc + 8 * W;
-  if constexpr (Norm) {
-    const BlockColumns rk(x, kFusedRk, W);
-#pragma unroll
-    for (int i = 0; i < 8; i++) k[i] *= rk.of(i);
-  }
   ptx::sts2(at, k[0] * -e[0], k[1] * -e[1]);
   ptx::sts2(at + 32, k[4] * -e[4], k[5] * -e[5]);
   ptx::sts2(at + (8 * tril::kPitchU + 8) * 4, k[6] * -e[6], k[7] * -e[7]);
@@ -107,7 +97,7 @@ __device__ __forceinline__ void fused_pg(const float (&acc)[64], const float (&e
   const int r = x.lane / 4, t2 = x.lane % 4 * 2;
   float p[8];
   if constexpr (Norm) {
-    const BlockColumns rq(x, kFusedScaledRq, B);
+    const BlockColumns rq(x, kFusedPgRows, B);
 #pragma unroll
     for (int i = 0; i < 8; i++) p[i] = acc[32 + 8 * B + i] * (e[i] * rq.of(i));
   } else {
@@ -203,51 +193,76 @@ __device__ __forceinline__ bool any_of_128(int barrier, bool mine) {
   return any != 0;
 }
 
+template <bool Norm>
 __device__ __forceinline__ void load_gates(IntraChunk& x, int warp) {
   const uint32_t row = x.vec + (16 * warp + x.lane / 4) * 4;
   x.cum = make_float2(ptx::lds(row + kFusedCum * 4), ptx::lds(row + kFusedCum * 4 + 32));
   x.beta = make_float2(ptx::lds(row + kFusedBeta * 4), ptx::lds(row + kFusedBeta * 4 + 32));
-  load_gate_columns(x, warp);
+  load_gate_columns<Norm>(x, warp);
 }
 
-// Inverse norms of a stage's rows, under the products; a thread a row of K or Q. They go into the gate vectors, which then are
-//   gamma rk, scale gamma rq, tail beta rk; for this role beta rk, and rk and scale rq of the columns; for backward rq.
+// Inverse norms of a chunk's keys and queries. They go into its gate vectors, which then are gamma rk, scale gamma rq, tail beta
+// rk; for this role beta rk, the cumulated gate of rows i with log2 rk in it, and scale rq / rk for Pg; for backward rq. |k|^2 is
+// the diagonal of K K^T, which every fourth lane or so has two elements of; half a row of Q is a thread's. Without a branch: K
+// Q^T is in flight over it. valid: there is such a chunk.
+__device__ __forceinline__ void put_key_norms(const float (&acc)[64], uint32_t vec, int warp, int lane, bool valid) {
+  const bool odd = lane & 4, owner = valid && lane % 4 == lane / 8;
+  float low = odd ? acc[1] : acc[0], high = odd ? acc[7] : acc[6];
+#pragma unroll
+  for (int w = 1; w < 4; w++) {
+    low = warp == w ? (odd ? acc[8 * w + 1] : acc[8 * w]) : low;
+    high = warp == w ? (odd ? acc[8 * w + 7] : acc[8 * w + 6]) : high;
+  }
+  const float rk_low = rsqrtf(low + 1e-6f), rk_high = rsqrtf(high + 1e-6f);
+  const uint32_t row = vec + (16 * warp + lane / 4) * 4;
+  for (const int which : {kFusedGamma, kFusedE, kFusedBeta}) {
+    const uint32_t at = row + which * 4;
+    const float x = ptx::lds(at) * rk_low, y = ptx::lds(at + 32) * rk_high;
+    ptx::sts_if(owner, at, x);
+    ptx::sts_if(owner, at + 32, y);
+  }
+  const uint32_t cum = row + kFusedCum * 4, cum_rows = row + kFusedCumRows * 4;
+  const float c_low = ptx::lds(cum) + log2_approx(rk_low), c_high = ptx::lds(cum + 32) + log2_approx(rk_high);
+  ptx::sts_if(owner, cum_rows, c_low);
+  ptx::sts_if(owner, cum_rows + 32, c_high);
+  ptx::sts_if(owner, row + kFusedRk * 4, rk_low);
+  ptx::sts_if(owner, row + kFusedRk * 4 + 32, rk_high);
+}
 template <typename T, bool Save>
-__device__ __forceinline__ void put_norms(uint32_t stage, float scale, int tid) {
-  const int row = tid % 64, which = tid / 64;
-  const uint32_t tile = stage + which * 8192, vec = stage + FusedConfig::kOffVec + row * 4;
-  float sum[4] = {};
-#pragma unroll 2
-  for (int i = 0; i < 16; i++) {
-    const uint4 x = ptx::lds4u(tile + i / 8 * FusedConfig::kPanelBytes + swizzle_128(row * 128 + i % 8 * 16));
-    const float2 f0 = unpack<T>(x.x), f1 = unpack<T>(x.y), f2 = unpack<T>(x.z), f3 = unpack<T>(x.w);
-    sum[0] = fmaf(f0.x, f0.x, fmaf(f0.y, f0.y, sum[0]));
-    sum[1] = fmaf(f1.x, f1.x, fmaf(f1.y, f1.y, sum[1]));
-    sum[2] = fmaf(f2.x, f2.x, fmaf(f2.y, f2.y, sum[2]));
-    sum[3] = fmaf(f3.x, f3.x, fmaf(f3.y, f3.y, sum[3]));
+__device__ __forceinline__ void put_query_norms(uint32_t stage, float scale, int tid, bool valid) {
+  const int row = tid / 2, half = tid % 2;
+  // the two halves in an order that keeps their banks apart
+  const uint32_t q = stage + 8192 + half * FusedConfig::kPanelBytes + row * 128 + ((row % 8 ^ 4 * half) << 4);
+  float even = 0.f, odd = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const uint4 x = ptx::lds4u(q ^ uint32_t(16 * i));
+    for (const uint32_t two : {x.x, x.y, x.z, x.w}) {
+      const float2 f = unpack<T>(two);
+      even = fmaf(f.x, f.x, even);
+      odd = fmaf(f.y, f.y, odd);
+    }
   }
-  const float r = rsqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + 1e-6f);
-  const auto times_r = [&](int which) { ptx::sts(vec + which * 4, ptx::lds(vec + which * 4) * r); };
-  if (which == 0) {
-    times_r(kFusedGamma);
-    times_r(kFusedE);
-    times_r(kFusedBeta);
-    ptx::sts(vec + kFusedRk * 4, r);
-  } else {
-    times_r(kFusedQ);
-    ptx::sts(vec + kFusedScaledRq * 4, scale * r);
-    if constexpr (Save) ptx::sts(vec + kFusedRq * 4, r);
-  }
+  float sum = even + odd;
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  const float rq = rsqrtf(sum + 1e-6f);
+  const uint32_t vec = stage + FusedConfig::kOffVec + row * 4;
+  __syncwarp();  // the keys' norms of these rows are this warp's
+  const float gamma = ptx::lds(vec + kFusedQ * 4) * rq, pg = __fdividef(scale * rq, ptx::lds(vec + kFusedRk * 4));
+  ptx::sts_if(valid && half == 0, vec + kFusedQ * 4, gamma);
+  ptx::sts_if(valid && half == 1, vec + kFusedPgRows * 4, pg);
+  if constexpr (Save) ptx::sts_if(valid && half == 1, vec + kFusedRq * 4, rq);
 }
 
-// k16 steps From .. To - 1 of K K^T (Other = 0) or K Q^T (8192: Q's rows lie behind K's)
-template <typename T, int From, int To, int Other>
+// k16 steps From .. To - 1 of K K^T or K Q^T (Q's rows lie behind K's)
+enum Scores { kKeyScores = 0, kQueryScores = 8192 };
+template <typename T, int From, int To, Scores Which>
 __device__ __forceinline__ void score_products(float (&acc)[64], uint64_t kq) {
-  float(&d)[32] = reinterpret_cast<float(&)[32]>(acc[Other ? 32 : 0]);
+  float(&d)[32] = reinterpret_cast<float(&)[32]>(acc[Which == kKeyScores ? 0 : 32]);
 #pragma unroll
   for (int w = From; w < To; w++) {
-    const uint64_t k = advance(kq, w / 4 * FusedConfig::kPanelBytes + w % 4 * 32);
-    ptx::wgmma_ss<T, 0>(d, k, advance(k, Other), w > 0);
+    const uint64_t k = further(kq, w / 4 * FusedConfig::kPanelBytes + w % 4 * 32);
+    ptx::wgmma_ss<T, 0>(d, k, further(k, Which), w > 0);
   }
   ptx::wgmma_commit();
 }
@@ -273,16 +288,16 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[64], const IntraC
   }
   ptx::wgmma_fence();  // T0^T U01, T2^T U23
 #pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z1, ta + 4 * k, advance(q, 32 * k), k > 0);
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z1, ta + 4 * k, further(q, 32 * k), k > 0);
   ptx::wgmma_commit();
-  score_products<T, 0, 2, 0>(acc, next);
+  score_products<T, 0, 2, kKeyScores>(acc, next);
   ptx::wgmma_wait<1>();
 #pragma unroll
   for (int i = 0; i < 4; i++) f[i] = pack<__half>(z1[2 * i], z1[2 * i + 1]);
   ptx::wgmma_fence();  // .. T1^T, T3^T
-  wgmma_rs<__half, 0>(z2, f, advance(q, 64), 0);
+  wgmma_rs<__half, 0>(z2, f, further(q, 64), 0);
   ptx::wgmma_commit();
-  score_products<T, 2, 5, 0>(acc, next);
+  score_products<T, 2, 5, kKeyScores>(acc, next);
   ptx::wgmma_wait<1>();
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -300,9 +315,9 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[64], const IntraC
   }
   ptx::wgmma_fence();  // Ta^T U[0:2,2:4]
 #pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, advance(p, 32 * k), k > 0);
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, further(p, 32 * k), k > 0);
   ptx::wgmma_commit();
-  score_products<T, 5, 8, 0>(acc, next);
+  score_products<T, 5, 8, kKeyScores>(acc, next);
   if (warp == 2) ptx::proxy_fence();
   ptx::wgmma_wait<1>();
   ptx::named_sync(barrier, 128);
@@ -310,7 +325,7 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[64], const IntraC
   for (int i = 0; i < 8; i++) ta[i] = pack<__half>(z3[2 * i], z3[2 * i + 1]);
   ptx::wgmma_fence();  // .. Tb^T
 #pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, advance(p, 64 + 32 * k), k > 0);
+  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, further(p, 64 + 32 * k), k > 0);
   ptx::wgmma_commit();
   ptx::wgmma_wait();
   if (warp < 2) {
@@ -347,9 +362,14 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
       const uint32_t stage = uniform(sm.stage(walk.stage));
       const uint64_t kq = descriptor_k_major(stage);
       ptx::wgmma_fence();
-      score_products<T, 0, 8, 0>(acc, kq);
-      score_products<T, 0, 8, 8192>(acc, kq);
+      score_products<T, 0, 8, kKeyScores>(acc, kq);
+      score_products<T, 0, 8, kQueryScores>(acc, kq);
       ptx::wgmma_wait();
+      if constexpr (Norm) {
+        const int tid = thread_in_group();
+        put_key_norms(acc, stage + FusedConfig::kOffVec, int(uniform(tid / 32)), tid % 32, true);
+        put_query_norms<T, Save>(stage, a.p.scale, tid, true);
+      }
     }
 #pragma unroll 1
     do {
@@ -360,11 +380,10 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
       asm volatile("" : "+r"(lane));
       IntraChunk x{stage + FusedConfig::kOffVec, uniform(sm.pair(walk.pair())), sm.exchange(), a.p.scale, lane, at, {}, {}, {}};
       if constexpr (Norm) {
-        put_norms<T, Save>(stage, a.p.scale, thread_in_group());
         ptx::named_sync(kIntraBarrier + 4, 128);
         if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.normed(walk.stage));
       }
-      load_gates(x, warp);
+      load_gates<Norm>(x, warp);
       const uint32_t empty = pairs.empty(walk.pair()), parity = walk.pair_phase() ^ 1;
       gates_and_diagonals<T, Norm>(acc, x, warp, empty, parity);
       const int next = walk.stage + 1 == FusedConfig::kStages ? 0 : walk.stage + 1;
@@ -381,7 +400,11 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
         redo_guarded<T, Norm>(x, stage, thread_in_group());
       if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(pairs.full(walk.pair()));
       ptx::wgmma_fence();
-      score_products<T, 0, 8, 8192>(acc, descriptor_k_major(next_stage));
+      score_products<T, 0, 8, kQueryScores>(acc, descriptor_k_major(next_stage));
+      if constexpr (Norm) {
+        put_key_norms(acc, next_stage + FusedConfig::kOffVec, warp, lane, !alone);
+        put_query_norms<T, Save>(next_stage, a.p.scale, thread_in_group(), !alone);
+      }
       ptx::wgmma_wait();
       walk.next_chunk();
     } while (!alone);

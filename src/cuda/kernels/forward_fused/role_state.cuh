@@ -26,6 +26,17 @@ __device__ __forceinline__ void take_first_state(uint32_t from, bool v_first, fl
   }
 }
 
+// d (+)= x^T tile^T with a lower triangular tile: its columns 0-31 take nothing from tokens 32-63.
+template <typename T, int Accumulate>
+__device__ __forceinline__ void lower_product(float (&d)[32], const uint32_t (&x)[16], uint64_t tile) {
+  float(&low)[16] = reinterpret_cast<float(&)[16]>(d[0]);
+  float(&high)[16] = reinterpret_cast<float(&)[16]>(d[16]);
+#pragma unroll
+  for (int w = 0; w < 2; w++) ptx::wgmma_rs<T, 0>(low, x + 4 * w, further(tile, 2048 * w), Accumulate || w > 0);
+#pragma unroll
+  for (int w = 0; w < 4; w++) ptx::wgmma_rs<T, 0>(high, x + 4 * w, further(tile, 2048 * w + 1024), Accumulate || w > 0);
+}
+
 template <typename T, bool Norm, bool Save>
 __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const FusedSmem& sm, int part) {
   using Cfg = FusedConfig;
@@ -89,7 +100,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       take_turn();
       ptx::wgmma_fence();
 #pragma unroll
-      for (int w = 0; w < 8; w++) ptx::wgmma_rs<T, 0>(acc, sf + 4 * w, advance(kq, w / 4 * Cfg::kPanelBytes + w % 4 * 32), w > 0);
+      for (int w = 0; w < 8; w++) ptx::wgmma_rs<T, 0>(acc, sf + 4 * w, further(kq, w / 4 * Cfg::kPanelBytes + w % 4 * 32), w > 0);
       ptx::wgmma_commit();
       ptx::mbarrier_wait(sm.values().full(s), walk.phase());
       uint32_t vt[16];
@@ -109,9 +120,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       ptx::mbarrier_wait(sm.pairs().full(walk.pair()), walk.pair_phase());
       float delta[32];
       ptx::wgmma_fence();
-#pragma unroll
-      for (int w = 0; w < 4; w++)  // (F5)
-        ptx::wgmma_rs<T, 0>(delta, rf + 4 * w, advance(tile, 2048 * w), w > 0);
+      lower_product<T, 0>(delta, rf, tile);  // (F5)
       ptx::wgmma_commit();
       load_columns(scale, vec + kFusedE * 4);
       ptx::wgmma_wait();
@@ -120,9 +129,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       scaled_operand<T>(ef, delta, scale);  // (F8)
       float o[32];
       ptx::wgmma_fence();
-#pragma unroll
-      for (int w = 0; w < 4; w++)  // (F7) second term
-        ptx::wgmma_rs<T, 0>(o, df + 4 * w, advance(tile, kTileSmemBytes + 2048 * w), w > 0);
+      lower_product<T, 0>(o, df, further(tile, kTileSmemBytes));  // (F7) second term
       ptx::wgmma_commit();
       load_columns(scale, vec + kFusedQ * 4);
       ptx::wgmma_fence();
