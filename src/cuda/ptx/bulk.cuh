@@ -31,6 +31,12 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t dst, const void* sr
       "l"(src), "r"(bytes), "r"(bar), "h"(mask)
       : "memory");
 }
+// from this CTA's shared memory into another one's, whose barrier counts the bytes (addresses as mapa gives them)
+__device__ __forceinline__ void bulk_copy_cluster(uint32_t dst, uint32_t src, int bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "r"(src), "r"(bytes), "r"(bar)
+               : "memory");
+}
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
 }

@@ -15,12 +15,13 @@
 //   empty         product of both CTAs -> load     2 x 4 warps    the same: a stage is filled in both CTAs at once
 //   row full[3]   load of both CTAs -> product     1 + tx         dO, Abar of a reverse item
 //   row empty     product of both CTAs -> load     2 x 4 warps    the same
-//   pg full[2]    pg -> product                    4 warps        Pg
-//   pg empty      product -> pg                    4 warps        Pg
+//   pg full[2]    pg of either CTA -> product      4 warps (+ tx) Pg; of every second chunk the other CTA's, sent
+//   pg empty      product of both CTAs -> pg       2 x 4 warps    Pg
 //   out full      product -> store                 4 warps        a snapshot; rows of Delta or dR. The store warp fences
 //   out empty     store -> product                 1              the same
 //   tail          product -> pg                    1              rows past the end zeroed (reverse)
 //   named 1       product                          128            the same, among the products
+//   named 2       pg                               128            a tile to be sent is written
 //
 // SMEM (KiB)      state item                             reverse item
 //   stages        5 x 33: K 16, V half 8, Abar 8, vec 1  4 x 34: K 16, Q 16, vec 2; 3 x 16: dO half 8, Abar 8
@@ -66,7 +67,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
     for (int s = 0; s < kPgTiles; s++) {
       ptx::mbarrier_init(pg_full_bar(base, s), kPgThreads / 32);
-      ptx::mbarrier_init(pg_empty_bar(base, s), kWarps);
+      ptx::mbarrier_init(pg_empty_bar(base, s), kCluster * kWarps);
     }
     for (int which : {kSnapshotBars, kOutRowBars})
       for (int b = 0; b < 2; b++) {
@@ -108,7 +109,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else if (warp < 8) {
     ptx::setmaxnreg_dec<kRegsPg>();
-    if (reverse) pg_role<T>(p, it, base);
+    if (reverse) pg_role<T>(p, it, base, rank);
   } else {
     ptx::setmaxnreg_dec<kRegsAux>();
     if (it.chunks < 0) {

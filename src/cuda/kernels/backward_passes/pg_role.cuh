@@ -1,15 +1,17 @@
 // Pg (F6) of each chunk of a reverse item, made where it is used: by a warpgroup of its own, up to two chunks ahead of the
-// products. Both CTAs of a cluster make the whole tile: half of it each, exchanged, would put the other CTA into every chunk's
-// path.
+// products. The CTAs of a cluster make a whole tile in turn, for both: Q K^T and what it is multiplied by stand in the way of the
+// products, on the tensor cores and otherwise. Half a tile each would put the other CTA into every chunk's path; so only the
+// first chunk's is made by both.
 #pragma once
 
 #include "cuda/kernels/backward_passes/common.cuh"
 #include "cuda/math/exp.cuh"
+#include "cuda/ptx/cluster_store.cuh"
 
 namespace qla::cuda::backward_passes {
 
 template <typename T>
-__device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uint32_t base) {
+__device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uint32_t base, int rank) {
   // a warp's number known to be the same in all its lanes: else descriptors go through ordinary registers
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, int(threadIdx.x / 32 % 4), 0), row = fragment_row(warp, lane),
             col = fragment_col(lane);
@@ -18,10 +20,29 @@ __device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uin
   const uint32_t to = base + kPgAt + 32 * to_row + ((lane / 16 ^ (to_row >> 2 & 1)) << 4);
   Ring<kKeyStages> ring;
   Ring<kRowStages> rows;
+  const auto arrive = [&](int tile, bool sent) {
+    ptx::mbarrier_wait(row_full_bar(base, rows.stage), rows.phase);  // the products wait for one barrier a chunk
+    __syncwarp();
+    if (lane == 0) {
+      if (sent && warp == 0)
+        ptx::mbarrier_arrive_expect(pg_full_bar(base, tile), kTileSmemBytes);
+      else
+        ptx::mbarrier_arrive(pg_full_bar(base, tile));
+    }
+    ring.advance();
+    rows.advance();
+  };
   for (int i = 0; i < it.chunks; i++) {
     const uint32_t st = base + ring.stage * kKeyStage, vec = st + kKeyVec;
+    const int tile = i % kPgTiles;
+    const uint32_t empty = pg_empty_bar(base, tile), parity = i / kPgTiles % 2 ^ 1;
     ptx::mbarrier_wait(full_bar(base, ring.stage), ring.phase);
     if (i == 0 && it.last_rows < kRows) ptx::mbarrier_wait(tail_bar(base), 0);  // rows past the end are zero now
+    if (i > 0 && i % kCluster != rank) {                                        // the other CTA sends it
+      ptx::mbarrier_wait(empty, parity);
+      arrive(tile, true);
+      continue;
+    }
     const uint64_t q = descriptor_k_major(st + kKeyQ), key = descriptor_k_major(st);
     float acc[32];
     ptx::wgmma_fence();
@@ -53,8 +74,7 @@ __device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uin
         }
       }
     }
-    const int tile = i % kPgTiles;
-    ptx::mbarrier_wait(pg_empty_bar(base, tile), i / kPgTiles % 2 ^ 1);
+    ptx::mbarrier_wait(empty, parity);
     ptx::wgmma_wait();
 #pragma unroll
     for (int kb = 0; kb < 4; kb++) {
@@ -74,11 +94,15 @@ __device__ __forceinline__ void pg_role(const Params& p, const PassItem& it, uin
       ptx::stmatrix_x4(to + tile * kTileSmemBytes + 2048 * kb, x[0], x[1], x[2], x[3]);
     }
     ptx::proxy_fence();
-    ptx::mbarrier_wait(row_full_bar(base, rows.stage), rows.phase);  // the products wait for one barrier a chunk
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(pg_full_bar(base, tile));
-    ring.advance();
-    rows.advance();
+    if (i > 0) {
+      ptx::named_sync(2, kPgThreads);
+      if (warp == 0 && lane == 0) {
+        const uint32_t from = base + kPgAt + tile * kTileSmemBytes;
+        ptx::bulk_copy_cluster(ptx::cluster_address(from, rank ^ 1), from, kTileSmemBytes,
+                               ptx::cluster_address(pg_full_bar(base, tile), rank ^ 1));
+      }
+    }
+    arrive(tile, false);
   }
 }
 

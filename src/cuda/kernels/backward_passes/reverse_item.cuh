@@ -69,7 +69,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
     product_p(base + kPgAt);
     pack_state(true, -it.warmup);
     ptx::wgmma_wait();
-    if (l.lane == 0) ptx::mbarrier_arrive(pg_empty_bar(base, 0));
+    release(kPgBars + kPgTiles, l.lane);
     for (int i = 0; i < it.chunks; i++) {
       const int stored = i - it.warmup;  // chunks stored before this one; negative: nothing of this one is
       const uint32_t st = base + ring.stage * kKeyStage, row = base + kRowAt + rows.stage * kRowStage,
@@ -161,7 +161,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       release(kStageBars + kMostStages + stage, l.lane);
       pack_state(more, stored + 1);
       ptx::wgmma_wait();
-      if (more && l.lane == 0) ptx::mbarrier_arrive(pg_empty_bar(base, tile));  // the last one has been released
+      if (more) release(kPgBars + kPgTiles + tile, l.lane);  // the last one has been released
     }
   }
   if (it.end == kToCaller)
