@@ -185,7 +185,8 @@ segments::CutArgs cut_args(const Run& r) {
   a.decay = present(r.args.saved) && !cuts_early(r) ? b.saved.decay : b.decay;
   const int64_t intra_ctas = r.slots * r.p.num_k_heads * intra_parts(r.p, r.slots, r.device);
   a.early = cuts_early(r);
-  a.rehearse = a.early || intra_ctas <= 2 * multiprocessors || intra_ctas > int64_t(intra::kCtasPerSm) * multiprocessors;
+  a.rehearse = a.early || intra_ctas <= int64_t(intra::kCtasPerSm - 1) * multiprocessors ||
+               intra_ctas > int64_t(intra::kCtasPerSm) * multiprocessors;
   a.need_bases = present(r.args.h) || present(r.args.state_checkpoints);
   a.most_states = int32_t(counts.end_states);
   a.most_units = int32_t(counts.units);

@@ -80,7 +80,7 @@ segments::Args plan_args(const Args& args, const Problem& p, int32_t v_parts) {
 }
 
 // Items a q/k head. Fewer value heads an item repeat K [K;Q]^T but fill the card sooner: rounds of CTAs times microseconds of an
-// item.
+// item, whose heads' inverses run side by side.
 inline int32_t intra_parts(const Problem& p, int64_t slots, const Device& device) {
   const int64_t ctas = int64_t(device.multiprocessors) * intra::kCtasPerSm, group = p.group();
   int64_t best = 0;
@@ -88,7 +88,7 @@ inline int32_t intra_parts(const Problem& p, int64_t slots, const Device& device
   for (int64_t parts = plan::ceil_div(group, intra::kHeads); parts <= group; parts++) {
     const int64_t per = plan::ceil_div(group, parts);
     if ((parts - 1) * per >= group) continue;  // the last one would be empty
-    const double us = double(plan::ceil_div(slots * p.num_k_heads * parts, ctas)) * (3.0 + 1.45 * double(per));
+    const double us = double(plan::ceil_div(slots * p.num_k_heads * parts, ctas)) * (2.0 + 0.95 * double(per));
     if (best != 0 && us >= best_us) continue;
     best = parts;
     best_us = us;

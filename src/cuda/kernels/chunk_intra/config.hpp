@@ -1,4 +1,4 @@
-// chunk_intra: arguments and sizes. Host- and device-includable.
+// chunk_intra: arguments and what the host counts with. Host- and device-includable.
 #pragma once
 
 #include <cstdint>
@@ -44,24 +44,7 @@ struct Args {
   int64_t a_inv_stride[4];
 };
 
-inline constexpr int kThreads = 128;
-inline constexpr int kCtasPerSm = 3;
-inline constexpr int kHeads = 4;  // value heads of one item
-
-// Shared memory, bytes from a 1,024-byte boundary.
-//   s_kq    32 KiB  two 64-column panels, in each 64 rows of K, then 64 rows of Q; 128-byte swizzle
-//   s_abar   5 KiB  tile of the head at work (formats.hpp)
-//   s_pg     5 KiB
-//   s_ex     8 KiB  right operands of the block products; with s_u: the 14 KiB of the guarded inverse
-//   s_u      6 KiB  diagonal blocks of U, fp32
-//   s_vec    2 KiB  [head] cumsum (base 2) [64], beta [64]
-//   s_raw    4 KiB  [head] gate [64], beta [64] as they lie in memory, 8 bytes each
-//   s_norm .75 KiB  rk [64], rq [64], |k|^2 (normalised) [64]
-//   barrier, this and the next item
-inline constexpr int kSmemKq = 0, kSmemAbar = 32768, kSmemPg = kSmemAbar + kTileBytes, kSmemEx = kSmemPg + kTileBytes,
-                     kSmemU = kSmemEx + 8192, kSmemVec = kSmemU + 6144, kSmemRaw = kSmemVec + 512 * kHeads,
-                     kSmemNorm = kSmemRaw + 1024 * kHeads, kSmemBar = kSmemNorm + 768, kSmemItem = kSmemBar + 16,
-                     kSmemBytes = kSmemItem + 96;
-static_assert((kSmemBytes + 1024) * kCtasPerSm <= 233472, "three CTAs a SM");
+inline constexpr int kCtasPerSm = 2;
+inline constexpr int kHeads = 4;  // value heads of one item, at most
 
 }  // namespace qla::cuda::intra
