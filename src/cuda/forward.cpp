@@ -295,8 +295,8 @@ ForwardParams fused_params(const ForwardParams& main, const Run& r) {
   f.carry_in = f.carry_out = nullptr;
   return f;
 }
-// .. of a packing in which nothing was cut, where that has a list of its own. Behind the pass over what was cut: all that this
-// one reads was complete when that one began.
+// .. of a packing in which nothing was cut, where that has a list of its own. Right behind cut_items: what only a cut needs can
+// leave while it runs, and it leaves itself where something is cut.
 ForwardParams uncut_params(const ForwardParams& main, const Run& r) {
   ForwardParams f = main;
   f.plan = r.b.uncut_header;
@@ -304,6 +304,8 @@ ForwardParams uncut_params(const ForwardParams& main, const Run& r) {
   f.max_items = int32_t(r.plan.counts.uncut_items);
   f.v_parts = r.plan.choice.uncut_splits;
   f.rehearse = f.v_parts == 1;
+  f.uncut = true;
+  f.any_cut = &r.b.pre_header->cut;
   return f;
 }
 // S_ext and M of the segments whose successor is merged
@@ -422,22 +424,21 @@ void run_range(const Run& r) {
       segments::CutArgs cut = cut_args(r);
       check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
     }
+    if (counts.uncut_items > 0) launch_forward(uncut_params(params, r), multiprocessors, r.stream);
     if (counts.end_states > 0) {
       launch_forward(pre_pass_params(params, r.b, counts, !early), multiprocessors, r.stream);
-      // The main pass begins before anything has ended where nothing is cut and nobody else looks at what is being made then.
-      const bool lets_begin = !early && !r.plan.choice.fused && counts.uncut_items == 0;
+      const bool lets_begin = !early && !r.plan.choice.fused;  // and nothing is cut: the main pass leaves, or waits for itself
       const cp_merge::Args merge{
           r.b.pre_header, r.b.chains, r.b.transitions, r.b.states, r.b.states + counts.end_states * kStateFloats,
           !early,         lets_begin};
       check_cuda(cp_merge::launch(merge, std::min(counts.end_states, r.p.num_seqs * r.p.num_v_heads), multiprocessors, r.stream),
                  "cp_merge");
       params.merging = true;
-      if (lets_begin) params.any_cut = &r.b.pre_header->cut;
+      if (lets_begin && counts.uncut_items == 0) params.any_cut = &r.b.pre_header->cut;
     }
   }
   params.asks |= counts.uncut_items > 0;
   launch_forward(params, multiprocessors, r.stream);
-  if (counts.uncut_items) launch_forward(uncut_params(params, r), multiprocessors, r.stream);
   if (r.plan.choice.fused && outputs_of_intra(r.args) && r.p.total_tokens() > 0)
     make_outputs(r, make_token_map(map_shape(r.args.k), r.p.dtype == QLA_BFLOAT16, "k"));
 }

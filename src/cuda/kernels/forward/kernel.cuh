@@ -48,18 +48,20 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
   ForwardSmem<Cfg> sm;
   sm.base = (ptx::shared_address(smem) + 1023) & ~1023u;
   sm.generic = smem + (sm.base - ptx::shared_address(smem));
+  // Whether anything is cut: what cut_items says at once, which no kernel changes while this one looks. Beside merges all but
+  // these is there when this kernel begins; or nothing is cut. Asked for early.
+  const int32_t cut = Cfg::kOutput && a.p.any_cut ? ptx::load_after_plan(a.p.any_cut) : 1;
+  bool leaves = Cfg::kOutput && a.p.uncut && cut != 0;
   if (a.p.asks) {
     const int32_t items = ptx::load_after_plan(&a.p.plan->num_items);  // both on their way at once
     const int64_t end_token = ptx::load_after_plan(&a.p.plan->end_token);
-    if (items == 0 && end_token == a.p.tokens) {
-      ptx::grid_dependency_launch();
-      if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended
-      return;
-    }
+    leaves |= items == 0 && end_token == a.p.tokens;
   }
-  // Beside merges all but these is there when this kernel begins; or nothing is cut, which no kernel changes while this one
-  // looks. Asked for early.
-  const int32_t cut = Cfg::kOutput && a.p.any_cut && threadIdx.x < 128 ? ptx::load_after_plan(a.p.any_cut) : 1;
+  if (leaves) {
+    ptx::grid_dependency_launch();
+    if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended
+    return;
+  }
   if (threadIdx.x == 0) {
     sm.tiles().init(1, Cfg::kEmptyCount);
     sm.items().init(1, Cfg::kItemReaders);

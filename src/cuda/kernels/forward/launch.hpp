@@ -45,6 +45,7 @@ struct ForwardParams {
   bool rehearse = false;             // worth it where the state role would fetch its code behind the load role
   bool merging = false;              // the kernel before this one makes these, and all others have ended when this one starts ..
   const int32_t* any_cut = nullptr;  // .. unless this is 0: nothing is cut, and nothing has ended. nullptr: they have ended
+  bool uncut = false;                // leaves at once unless it is 0
   float* end_states = nullptr;       // [index][V][K], without output
   const float* carry_in = nullptr;   // [HV][V][K]: kStartCarried ..
   float* carry_out = nullptr;        // .. and kCarry
