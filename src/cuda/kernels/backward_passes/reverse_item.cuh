@@ -1,8 +1,8 @@
 // Reverse pass of one run of chunks, one value head, half of V: (B1)-(B4) with dS^T in registers, from the highest chunk down.
 // Writes dS+ of each chunk and dR = dV, behind the warm-up.
-//   Products, in their order, and what the warps do meanwhile: K dS+ (dS decays, dO gets its factors); Q^T dO, first half (dD);
-//   Abar^T dD; Q^T dO, second half (dR is packed); K^T dR (the next dO is read); dO^T Pg of the chunk ahead (the dR of the chunk
-//   is stored, dS is packed and stored).
+//   Products, in their order, and what the warps do meanwhile: K dS+ (dS+ is stored between its halves, dS decays, dO gets its
+//   factors); Q^T dO, first half (dD); Abar^T dD; Q^T dO, second half (dR is packed); K^T dR (the next dO is read); dO^T Pg of
+//   the chunk ahead (the dR of the chunk is stored, dS is packed).
 #pragma once
 
 #include "cuda/kernels/backward_passes/common.cuh"
@@ -38,16 +38,8 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       ptx::wgmma_commit();
     };
     uint32_t sf[32];  // dS^T packed: nothing may be in flight where the loop closes (C7513), so packing ends the iteration
-    auto pack_state = [&](bool more, int stored) {
+    auto pack_state = [&] {
       pack_operand<T>(sf, s);
-      if (more && stored >= 0) {  // dS+ of the chunk ahead
-        const OutEdge<Out::kSnapshots> snapshot(base, kSnapshotBars, stored);
-        const uint32_t to = base + kReverseOut + stored % Out::kSnapshots * kSnapshotHalf;
-        snapshot.wait_empty();
-#pragma unroll
-        for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(to, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
-        snapshot.publish(l.lane);
-      }
       ptx::pin(sf);
     };
     Ring<kKeyStages> ring;
@@ -67,7 +59,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
     ptx::mbarrier_wait(pg_full_bar(base, 0), 0);
     ptx::wgmma_fence();
     product_p(base + kPgAt);
-    pack_state(true, -it.warmup);
+    pack_state();
     ptx::wgmma_wait();
     release(kPgBars + kPgTiles, l.lane);
     for (int i = 0; i < it.chunks; i++) {
@@ -81,10 +73,23 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       float2 g[8];
       const uint64_t k_major = descriptor_k_major(st), k_rows = descriptor_mn_major(st, kPanel),
                      q_rows = descriptor_mn_major(st + kKeyQ, kPanel), abar = tile_rows(row + kRowA);
+      const auto product_k = [&](int k) {  // (B1)
+        ptx::wgmma_rs<T, 0>(e, sf + 4 * k, advance(k_major, k / 4 * kPanel + k % 4 * 32), k > 0);
+      };
       ptx::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 8; k++)
-        ptx::wgmma_rs<T, 0>(e, sf + 4 * k, advance(k_major, k / 4 * kPanel + k % 4 * 32), k > 0);  // (B1)
+      for (int k = 0; k < 4; k++) product_k(k);
+      if (stored >= 0) {  // dS+ leaves under these
+        const OutEdge<Out::kSnapshots> snapshot(base, kSnapshotBars, stored);
+        const uint32_t to = base + kReverseOut + stored % Out::kSnapshots * kSnapshotHalf;
+        snapshot.wait_empty();
+#pragma unroll
+        for (int j = 0; j < 8; j++) ptx::stmatrix_x4(l.snapshot(to, j), sf[4 * j], sf[4 * j + 1], sf[4 * j + 2], sf[4 * j + 3]);
+        snapshot.publish(l.lane);
+      }
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 4; k < 8; k++) product_k(k);
       ptx::wgmma_commit();
       const float gamma_c = ptx::lds(st + kKeyVec + (kVecGamma + 63) * 4);
       auto scale_do = [&](int half) {  // scale gamma dO^T
@@ -159,7 +164,7 @@ __device__ __forceinline__ void reverse_item(const Params& p, const PassItem& it
       }
       ptx::wgmma_wait<1>();  // dS is final; the next chunk's dO^T Pg is still in flight
       release(kStageBars + kMostStages + stage, l.lane);
-      pack_state(more, stored + 1);
+      pack_state();
       ptx::wgmma_wait();
       if (more) release(kPgBars + kPgTiles + tile, l.lane);  // the last one has been released
     }
