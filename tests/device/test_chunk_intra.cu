@@ -33,6 +33,7 @@ struct Case {
   double limit = 4e-3;  // of max(1, largest)
   bool backward = true, ungated = false;
   int nan_gate_at = -1;  // token of sequence 0
+  int repeats = 0;       // more launches, whose bits must be the same
 };
 
 float round16(double x, bool fp16) {
@@ -254,6 +255,12 @@ void run(const Case& c, uint32_t seed) {
   const auto abar = r.abar.download(), pg = r.pg.download();
   const auto vec = r.vec.download();
   const auto a_inv = r.a_inv.download();
+  for (int i = 0; i < c.repeats; i++) {
+    cuda_ok(cudaMemset(r.abar.get(), 0xff, abar.size()), "cudaMemset");
+    cuda_ok(intra::launch(dtype, r.map_k, r.map_q, r.args, multiprocessors(), false, nullptr), "launch");
+    cuda_ok(cudaDeviceSynchronize(), c.name.c_str());
+    check(r.abar.download() == abar && r.pg.download() == pg, c.name + ": the same bits again");
+  }
   const int H = c.num_k_heads, HV = p.heads_v;
   const double scale = r.args.scale;
   double worst_a = 0, worst_p = 0, worst_v = 0, largest = 0, largest_p = 0;
@@ -569,6 +576,18 @@ int main(int argc, char** argv) {
        .ungated = true});
   add({.name = "many tiny sequences", .group = 2, .lens = std::vector<int64_t>(700, 3)});
   add({.name = "more items than CTAs", .group = 8, .num_k_heads = 4, .tokens = 64 * 110});
+  // Heads done again in fp32 take ten times as long as others: a warp falls behind those that go on to the next items. The limit
+  // is for what it would then read, not for rounding, which the growing recurrence of such keys magnifies.
+  for (int group : {1, 3})
+    for (bool with_pg : {true, false})
+      add({.name = "guarded heads among many items",
+           .group = group,
+           .num_k_heads = 4,
+           .tokens = 64 * 260,
+           .with_pg = with_pg,
+           .keys = Keys::kWide,
+           .limit = 0.5,
+           .repeats = 2});
   const bool quick = argc > 1 && std::string(argv[1]) == "quick";  // for sanitizers
   uint32_t seed = 1;
   for (const Case& c : cases) {

@@ -10,7 +10,9 @@
 //
 // Barriers                        guards
 //   kq (mbarrier, tx)             s_kq: loaded
-//   vectors [2] (mbarrier)        s_vec of an item: all heads' there. It is free again when the next item's fragments are there.
+//   vectors [2] (mbarrier)        s_vec of an item: all heads' there. A warp writes its own place in it, so that only the scores
+//   must
+//                                 have let go of it: they have when the next item's fragments are there.
 //   full [2] (mbarrier)           s_kk, s_norm of an item, and s_item of the one after the next: there
 //   empty [2] (mbarrier)          .. its heads' inverses have let go of s_kk and s_norm
 //   kScores (128), in turn        all products are done: s_kq is free, and tiles of s_pg, which the copies have read;
@@ -325,6 +327,7 @@ __device__ __forceinline__ void scores_role(const Args& a, Walk& walk, Item* s_i
   const int tid = threadIdx.x % 128, lane = tid % 32, warp = tid / 32;
   const uint32_t tiles = smem + kSmemPg;
   const bool normalise = a.flags & QLA_FLAG_QK_L2NORM;
+  int first_warp = 0;  // that has the item's first head
 #pragma unroll 1
   for (int n = 0;; n++) {
     const Item it = s_item[n % 4];
@@ -362,10 +365,11 @@ __device__ __forceinline__ void scores_role(const Args& a, Walk& walk, Item* s_i
 #pragma unroll
         for (int i = 0; i < 8; i++) diagonal[i] = w == 0 || w == warp ? p[8 * w + i] : diagonal[i];
       ptx::mbarrier_wait(smem + kBarVectors + odd * 8, parity);
-      uint32_t vec = smem + kSmemVec + odd * kHeads * kHeadFloats * 4, tile = tiles;
+      const uint32_t vec = smem + kSmemVec + odd * kHeads * kHeadFloats * 4;
+      uint32_t tile = tiles;
 #pragma unroll 1
-      for (int head = 0; head < it.heads; head++, vec += kHeadFloats * 4, tile += kTileBytes)
-        head_scores<T>(p, diagonal, vec, tile, warp, lane);
+      for (int head = 0; head < it.heads; head++, tile += kTileBytes, first_warp = (first_warp + 1) & 3)
+        head_scores<T>(p, diagonal, vec + first_warp * kHeadFloats * 4, tile, warp, lane);
       ptx::proxy_fence();
       ptx::named_sync(kScores, 128);
       if (lane == 0 && warp < it.heads) {
@@ -390,7 +394,7 @@ __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, 
     if (it.heads == 0) break;
     const bool mine = head < it.heads;
     const uint32_t odd = n % 2, parity = n / 2 % 2;
-    const uint32_t vec = smem + kSmemVec + (odd * kHeads + head) * kHeadFloats * 4;
+    const uint32_t vec = smem + kSmemVec + (odd * kHeads + warp) * kHeadFloats * 4;
     if (mine) {
       ptx::cp_async_wait_all();
       __syncwarp();

@@ -28,7 +28,7 @@ __host__ __device__ constexpr int place(int i) { return i / 16 * 16 + i % 8 / 2 
 //   s_pg    20 KiB  [head] tile
 //   s_kk    20 KiB  [item's parity] fragments of K K^T
 //   s_x      4 KiB  [warp] four columns of the guarded inverse
-//   s_vec  9.3 KiB  [item's parity][head] the vectors above
+//   s_vec  9.3 KiB  [item's parity][warp] the vectors above
 //   s_raw    4 KiB  [warp] gate [64], beta [64] as they lie in memory, 8 bytes each
 //   s_norm   1 KiB  [item's parity] rk [64], rq [64]
 //   s_record 16 B   chunk record on its way; s_item: this and the next items, a ring of four; barriers
