@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/backward_workspace.hpp"
+#include "cuda/capabilities.hpp"
 #include "plan/choose_backward.hpp"
 #include "unit/plan_rows.hpp"
 
@@ -51,6 +52,32 @@ TEST(ChooseBackward, Policies) {
   EXPECT_TRUE(choose_backward(kH200, shape, policy).rule.exact);
   policy.batch_invariant = true;
   EXPECT_EQ(choose_backward(kH200, shape, policy).rule.segment_chunks, 0);
+}
+
+// What the fused forward keeps has no sums of gates (decision 0079): right for a backward that is cut, but each of its boundaries
+// would be merged. So no shape may have both, whatever the constants are fitted to.
+TEST(ChooseBackward, NeverCutBehindAFusedForwardThatKeeps) {
+  int fused = 0, cut = 0;
+  for (const int64_t group : {1, 2, 4})
+    for (const int64_t heads : {1, 2, 4, 8, 12, 16, 24, 32, 48, 64})
+      for (const int64_t seqs : {1, 2, 3, 4, 6, 8, 16})
+        for (const int64_t tokens : {512, 2048, 4096, 6144, 8192, 16384, 24576, 32768, 65536, 131072})
+          for (const bool dense : {false, true}) {
+            if (heads % group) continue;
+            Shape shape = shape_of_row(tokens, seqs, heads / group, heads);
+            shape.equal_lengths = dense;
+            shape.keeps = true;
+            Capabilities can = cuda::kForwardCapabilities;
+            can.both = !dense, can.balanced = true;
+            const Choice forward = choose(kH200, shape, Policy{}, can);
+            shape.keeps = false, shape.backward = true;
+            const bool is_cut = choose_backward(kH200, shape, Policy{}).rule.segment_chunks > 0;
+            const bool takes_fused = forward.fused || forward.fused_chunks > 0;
+            EXPECT_FALSE(is_cut && takes_fused) << tokens << " tokens, " << seqs << " sequences, " << heads << " heads";
+            fused += takes_fused, cut += is_cut;
+          }
+  EXPECT_GT(fused, 1000);  // both kinds are among them
+  EXPECT_GT(cut, 50);
 }
 
 // Every segment of both walks and every merge has a place in what shapes alone make room for.
