@@ -25,6 +25,7 @@ SHIPPED = {
     "main_full": 1.68, "main_half": 0.99, "main_full_quiet": 1.77, "main_half_quiet": 0.92, "state_half": 0.76,
     "intra_4": 0.89, "intra_2": 1.12, "intra_1": 1.9, "merge": 0.63, "item": 6.1, "launches": 21.6, "packed": 5.1, "cut": 10.8,
     "cut_item": 0.075, "fused_4": 2.36, "fused_2": 2.34, "fused_1": 2.5, "fused_quiet": 2.4, "intra_launch": 5.3,
+    "fused_cut": 2.3, "cut_fused": 15.0,
 }  # fmt: skip
 
 # lengths, heads, segment lengths in chunks (0: no cut); each with and without V split
@@ -36,6 +37,7 @@ CASES: list[tuple[list[int], tuple[int, int], list[int]]] = [
     ([32768], (4, 16), [64, 128]),
     ([32768], (8, 32), [0, 128]),
     ([16384], (16, 16), [16, 64]),
+    ([8192], (32, 32), [32]),
     ([8192], (16, 32), [0, 32]),
     ([16384], (32, 32), [0, 64]),
     ([8192] * 4, (2, 8), [0]),
@@ -90,7 +92,7 @@ def makespan(groups: list[tuple[float, Walk]], each: Callable[[Walk], float], sm
     return Walk().plus(total, 1.0 / sms).plus(longest, TAIL)
 
 
-def chunk_constants(form: int, sharing: str, rounds: float, share: float) -> dict[str, float]:
+def chunk_constants(form: int, sharing: str, rounds: float, share: float, cut: bool) -> dict[str, float]:
     """What a chunk of the main pass costs, in constants; rounds: items a multiprocessor, share: chunks a multiprocessor."""
     power = 1.0
     if rounds > QUIET_SHARE:
@@ -99,6 +101,8 @@ def chunk_constants(form: int, sharing: str, rounds: float, share: float) -> dic
         name, busy = "main_half" if form == 2 else "main_full", min(1.0, rounds)
         return {name: busy * power, name + "_quiet": (1.0 - busy) * power}
     whole = int(rounds)
+    if cut:
+        return {"fused_cut": power}
     if rounds <= QUIET_SHARE:
         return {"fused_quiet": 1.0}
     if 0.0 < rounds - whole <= QUIET_SHARE and whole <= 3:  # a last round that leaves much of the card idle
@@ -116,7 +120,7 @@ def coefficients(
     lasting: bool = False,
 ) -> dict[str, float]:
     """How often each constant enters the predicted time of a forward call; costs say only which walk is the longest. form: parts of
-    V (1 or 2), or the fused form, which is never cut. lasting: with what the model adds for a card at its limit of power, which bursts
+    V (1 or 2), or the fused form. lasting: with what the model adds for a card at its limit of power, which bursts
     do not meet."""
     hk, hv = heads
     chunks = [math.ceil(n / 64) for n in lengths]
@@ -125,7 +129,7 @@ def coefficients(
     splits, group = (2 if form == 2 else 1), hv // hk
     items = sum(pieces) * hv * splits
     sharing = "4" if group >= 4 else "2" if group >= 2 else "1"
-    each = chunk_constants(form, sharing, items / sms, sum(chunks) * hv / sms if lasting else 0.0)
+    each = chunk_constants(form, sharing, items / sms, sum(chunks) * hv / sms if lasting else 0.0, segment > 0)
     per_chunk = sum(times * costs[name] for name, times in each.items())
     main: list[tuple[float, Walk]] = []
     pre: list[tuple[float, Walk]] = []
@@ -146,12 +150,15 @@ def coefficients(
         pre.append(((hv - exact) * 2 * (2 * early - 1), Walk(length)))
     walked = makespan(main, lambda walk: walk.chunks * per_chunk + walk.items * costs["item"] + walk.merges * costs["merge"], sms)
     before = makespan(pre, lambda walk: walk.chunks * costs["state_half"], sms)
-    stage = {"intra_launch": -1.0} if form == FUSED else {f"intra_{sharing}": sum(chunks) * hv / sms}
+    intra = sum(chunks) * hv / sms
+    stage = {f"intra_{sharing}": intra}
+    if form == FUSED:  # cut: of the heads that merge
+        stage = {f"intra_{sharing}": intra * exact / hv} if max(pieces) > 1 else {"intra_launch": -1.0}
     return {
         "launches": 1.0,
         **stage,
         "packed": float(len(lengths) > 1),
-        "cut": float(segment > 0),
+        "cut_fused" if form == FUSED else "cut": float(segment > 0),
         "cut_item": items / splits if max(pieces) > 1 else 0.0,
         **{name: times * walked.chunks for name, times in each.items()},
         "item": walked.items,
@@ -160,9 +167,9 @@ def coefficients(
     }
 
 
-def direct_saving(lengths: list[int], heads: tuple[int, int], form: int, sms: int) -> float:
+def direct_saving(lengths: list[int], heads: tuple[int, int], segment: int, form: int, sms: int) -> float:
     """Microseconds that one direct launch of the fused form saves: no constant of a device."""
-    direct = form == FUSED and len(lengths) * heads[1] <= sms and max(lengths) <= 64 * DIRECT_CHUNKS
+    direct = form == FUSED and segment == 0 and len(lengths) * heads[1] <= sms and max(lengths) <= 64 * DIRECT_CHUNKS
     return DIRECT_LAUNCH if direct else 0.0
 
 
@@ -201,7 +208,7 @@ def fit(samples: list[dict[str, Any]], sms: int, start: dict[str, float]) -> tup
     worst = rms = 0.0
     for _ in range(4):  # which walk is the longest depends, a little, on the constants
         rows = [coefficients(s["lengths"], s["heads"], s["segment"], s["form"], sms, costs) for s in samples]
-        whole = [s["us"] + direct_saving(s["lengths"], s["heads"], s["form"], sms) for s in samples]
+        whole = [s["us"] + direct_saving(s["lengths"], s["heads"], s["segment"], s["form"], sms) for s in samples]
         matrix = numpy.array([[row.get(name, 0.0) / us for name in names] for row, us in zip(rows, whole)])
         seen = numpy.abs(matrix).sum(axis=0) > 0  # a constant that no sample has keeps its value
         found = non_negative_fit(matrix[:, seen], numpy.ones(len(samples)))

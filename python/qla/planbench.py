@@ -21,7 +21,7 @@ from qla import _ffi
 from qla.bench_grid import Row, boundaries, make_inputs, set_count
 
 # What keeps the planner from all but one form.
-NO_FUSED = "fused_4 1e6\nfused_2 1e6\nfused_1 1e6\nfused_quiet 1e6\n"
+NO_FUSED = "fused_4 1e6\nfused_2 1e6\nfused_1 1e6\nfused_quiet 1e6\nfused_cut 1e6\n"
 NO_WHOLE, NO_HALVES = "main_full 1e6\nmain_full_quiet 1e6\n", "main_half 1e6\nmain_half_quiet 1e6\n"
 OWN, WHOLE, HALVES, FUSED = 0, 1, 2, 3
 FORMS = {WHOLE: "whole", HALVES: "halves", FUSED: "fused"}
@@ -69,7 +69,7 @@ def open_copies(folder: Path) -> dict[int, ctypes.CDLL]:
 
 
 def set_plan(args: _ffi.ForwardArgs, plan: Planned) -> None:
-    fixed = _ffi.CP_PLAN if plan.uncut else _ffi.CP_FIXED
+    fixed = _ffi.CP_PLAN if plan.uncut or plan.form == FUSED else _ffi.CP_FIXED  # fixed lengths are never fused
     args.cp_mode = _ffi.CP_AUTO if plan.segment == AUTO else fixed if plan.segment else _ffi.CP_OFF
     args.cp_segment_chunks, args.cp_uncut_chunks = max(plan.segment, 0), plan.uncut
 
@@ -90,10 +90,12 @@ def shape_args(row: Row, plan: Planned) -> _ffi.ForwardArgs:
     return args
 
 
-def plan_with(library: ctypes.CDLL, args: _ffi.ForwardArgs, row: Row) -> _ffi.Plan:
+def plan_with(library: ctypes.CDLL, args: _ffi.ForwardArgs, row: Row, gates: list[float] | None = None) -> _ffi.Plan:
+    """gates: their sums, by chunk and value head; None: usual ones."""
     plan = _ffi.Plan(struct_size=ctypes.sizeof(_ffi.Plan))
     lens = (ctypes.c_int64 * len(row.lengths))(*row.lengths)
-    checked(library, library.qla_gdn_plan(byref(args), lens, len(row.lengths), None, byref(plan)))
+    sums = None if gates is None else (ctypes.c_float * len(gates))(*gates)
+    checked(library, library.qla_gdn_plan(byref(args), lens, len(row.lengths), sums, byref(plan)))
     return plan
 
 

@@ -82,13 +82,14 @@ float predict(const PlannedCall& planned, const Choice& choice, const plan::Shap
                        static_cast<float>(chunks) * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms));
   std::vector<float> main, pre;
   const plan::CutRule& rule = choice.rule;
-  int64_t chain = 0, longest_chain = 0, chains = 0, merged = 0;
+  int64_t chain = 0, longest_chain = 0, chains = 0, merged = 0, of_heads = 0, merging = 0;
   int64_t longest = 0;  // chunks of a sequence
   for (const Segment& s : segments) longest = std::max(longest, s.first_chunk + s.num_chunks);
   bool cut = false;
   for (const Segment& s : segments) {
     cut |= s.index > 0;
     merged += s.start == QLA_START_MERGED;
+    of_heads += s.is_end, merging += s.is_end && s.start == QLA_START_MERGED;  // a head's last segment says how it goes
     chain = s.start == QLA_START_MERGED ? chain + 1 : 0;
     chains += chain > 1 && s.is_end;  // with an M to multiply by
     longest_chain = std::max(longest_chain, chain);
@@ -113,14 +114,15 @@ float predict(const PlannedCall& planned, const Choice& choice, const plan::Shap
       }
     }
   }
+  const float merging_share = static_cast<float>(merging) / static_cast<float>(std::max<int64_t>(1, of_heads));
   if (choice.balanced) {
     float total = 0, longest_us = 0;
     for (const float us : main) total += us, longest_us = std::max(longest_us, us);
-    return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) +
+    return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut, merging_share) +
            std::max(longest_us, total / static_cast<float>(costs.num_sms)) + plan::kHandOver;
   }
-  return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut) + makespan(main, costs.num_sms) +
-         makespan(pre, costs.num_sms) + (hidden ? 0.0f : merges) +
+  return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut, merging_share) +
+         makespan(main, costs.num_sms) + makespan(pre, costs.num_sms) + (hidden ? 0.0f : merges) +
          (cut ? costs.cut_item * static_cast<float>(segments.size()) : 0.0f) -
          (plan::one_direct_launch(costs, candidate, items, longest) ? plan::kDirectLaunch : 0.0f);
 }

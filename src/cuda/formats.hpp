@@ -134,7 +134,8 @@ struct PlanHeader {  // first bytes of the plan buffer; items follow at a 256-by
   int32_t valid_tokens;  // 1: boundaries were in range; 0: clamped (never written outside the buffers)
   int64_t end_token;     // first token past the last sequence: rows from here on are written as zeros
   int32_t cut;           // of the pre-pass's header: whether any sequence is cut; there before the kernel behind cut_items begins
-  int32_t reserved[9];
+  int32_t distrusted;    // .. and whether the fused main pass distrusts the cut of any head
+  int32_t reserved[8];
 };
 static_assert(sizeof(PlanHeader) == 64);
 
@@ -145,6 +146,12 @@ struct MergeChain {
   int32_t first, count;
 };
 inline constexpr int kStateFloats = 128 * 128;
+
+// What cut_items says of each (sequence, value head) where the main pass is fused: one of its boundaries is merged, one is not.
+// What keys add to ghat (C4) no sum of gates knows. So the sums leave kGrowthRoom a chunk for it, and the main pass looks whether
+// beta |k|^2 stays below kMostKeyStep, which bounds it by that; if not, the head is distrusted and walked again, uncut.
+inline constexpr uint8_t kHeadMerges = 1, kHeadForgets = 2, kHeadDistrusted = 4;
+inline constexpr float kGrowthRoom = 0.1f, kMostKeyStep = 2.0f + kGrowthRoom / 64;
 
 struct StateView {  // [n, HV, K, V] by strides in elements; data == nullptr: absent
   void* data = nullptr;

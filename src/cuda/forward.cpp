@@ -145,7 +145,7 @@ segments::Args plan_args(const Run& r) {
   a.fused_ctas = int32_t(std::min<int64_t>(r.plan.counts.items, r.device.multiprocessors));
   a.part_flags = r.b.part_flags;
   if (r.plan.counts.uncut_items) {
-    a.v_parts = r.plan.choice.uncut_splits;
+    a.v_parts = r.plan.choice.fused ? 1 : r.plan.choice.uncut_splits;
     a.header = r.b.uncut_header;
     a.items = r.b.uncut_items;
   }
@@ -165,7 +165,7 @@ segments::Args plan_args(const Run& r) {
 // is in the batch.
 constexpr int64_t kEarlyKeyBytes = 4 << 20;
 bool cuts_early(const Run& r) {
-  return r.plan.counts.cut && r.plan.counts.ranges == 1 && r.p.num_seqs == 1 && r.p.total_tokens() > 0 &&
+  return r.plan.counts.cut && !r.plan.counts.fused && r.plan.counts.ranges == 1 && r.p.num_seqs == 1 && r.p.total_tokens() > 0 &&
          !(r.args.flags & QLA_FLAG_BATCH_INVARIANT) && r.p.total_tokens() * r.p.num_k_heads * 256 <= kEarlyKeyBytes;
 }
 
@@ -187,6 +187,7 @@ segments::CutArgs cut_args(const Run& r) {
   a.early = cuts_early(r);
   a.rehearse = a.early || intra_ctas <= int64_t(intra::kCtasPerSm - 1) * multiprocessors ||
                intra_ctas > int64_t(intra::kCtasPerSm) * multiprocessors;
+  if (counts.fused) a.rehearse = r.slots * ((r.p.num_v_heads + gates::kHeads - 1) / gates::kHeads) < 4 * multiprocessors;
   a.need_bases = present(r.args.h) || present(r.args.state_checkpoints);
   a.most_states = int32_t(counts.end_states);
   a.most_units = int32_t(counts.units);
@@ -196,6 +197,7 @@ segments::CutArgs cut_args(const Run& r) {
   a.pre_items = b.pre_items;
   a.chains = b.chains;
   a.transitions = b.transitions;
+  a.heads = b.heads;
   return a;
 }
 
@@ -215,6 +217,19 @@ intra::Args intra_args(const Run& r) {
 
 // Whether the fused form leaves Abar and whole records, for backward or for outputs made of them.
 bool fused_keeps(const Run& r) { return present(r.args.saved) || r.plan.counts.keeps; }
+// .. of the heads that merge alone
+intra::Args merging_args(const Run& r) {
+  intra::Args a = intra_args(r);
+  a.parts = (a.group + intra::kHeads - 1) / intra::kHeads;  // few of an item's heads have anything to do
+  a.per = (a.group + a.parts - 1) / a.parts;
+  a.pg = nullptr;
+  a.decay = nullptr;
+  a.vec_backward = false;
+  a.heads = r.b.heads;
+  a.plan.header = r.b.pre_header;  // nothing cut: leaves at once
+  a.asks = true;
+  return a;
+}
 
 gates::Args gates_args(const Run& r) {
   gates::Args a{};
@@ -229,12 +244,14 @@ gates::Args gates_args(const Run& r) {
   a.dt_bias = head_view(r.args.dt_bias);
   a.saves = fused_keeps(r);
   a.vec = a.saves ? r.b.saved.vec : r.b.gates;
-  a.decay = r.b.saved.decay;
+  a.decay = a.saves ? r.b.saved.decay : r.plan.counts.cut ? r.b.decay : nullptr;
   return a;
 }
 
 void make_fused(ForwardParams& f, const Run& r) {
   f.fused = true;
+  f.cut = r.plan.counts.cut;
+  if (f.cut) f.heads = r.b.heads, f.cut_header = r.b.pre_header;
   if (fused_keeps(r)) {
     f.saved_abar = r.b.saved.abar;
     f.vec = f.saved_vec = r.b.saved.vec;
@@ -296,12 +313,18 @@ ForwardParams fused_params(const ForwardParams& main, const Run& r) {
   return f;
 }
 // .. of a packing in which nothing was cut, where that has a list of its own. Right behind cut_items: what only a cut needs can
-// leave while it runs, and it leaves itself where something is cut.
+// leave while it runs, and it leaves itself where something is cut. In the fused form it comes last: it takes the heads, too,
+// whose cut the main pass distrusts, and waits for its word.
 ForwardParams uncut_params(const ForwardParams& main, const Run& r) {
   ForwardParams f = main;
   f.plan = r.b.uncut_header;
   f.items = r.b.uncut_items;
   f.max_items = int32_t(r.plan.counts.uncut_items);
+  if (f.fused) {
+    f.again = true;
+    f.asks = f.merging = false;
+    return f;
+  }
   f.v_parts = r.plan.choice.uncut_splits;
   f.rehearse = f.v_parts == 1;
   f.uncut = true;
@@ -311,6 +334,8 @@ ForwardParams uncut_params(const ForwardParams& main, const Run& r) {
 // S_ext and M of the segments whose successor is merged
 ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b, const ForwardCounts& counts, bool idle) {
   ForwardParams f = main;
+  f.fused = f.cut = f.normalise = false;
+  f.vec = b.saved.vec;
   f.output = false;
   f.plan = b.pre_header;
   f.items = b.pre_items;
@@ -373,7 +398,7 @@ bool plans_inside(const Run& r) {
 // vectors are made by the item's own CTA before its first chunk: not of long sequences, whose vectors the whole card makes
 // sooner.
 bool direct_fused(const Run& r) {
-  return r.plan.choice.fused && !outputs_of_intra(r.args) && r.p.num_seqs > 0 && r.p.total_tokens() > 0 &&
+  return r.plan.choice.fused && !r.plan.counts.cut && !outputs_of_intra(r.args) && r.p.num_seqs > 0 && r.p.total_tokens() > 0 &&
          r.p.num_seqs * r.p.num_v_heads <= r.device.multiprocessors && r.p.chunk_slots() <= plan::kDirectChunks * r.p.num_seqs;
 }
 
@@ -424,7 +449,11 @@ void run_range(const Run& r) {
       segments::CutArgs cut = cut_args(r);
       check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
     }
-    if (counts.uncut_items > 0) launch_forward(uncut_params(params, r), multiprocessors, r.stream);
+    if (!counts.fused && counts.uncut_items > 0) launch_forward(uncut_params(params, r), multiprocessors, r.stream);
+    if (counts.fused && r.p.total_tokens() > 0) {  // all that the pre-pass needs and the main pass makes for itself
+      const CUtensorMap map_k = make_token_map(map_shape(r.args.k), r.p.dtype == QLA_BFLOAT16, "k");
+      check_cuda(intra::launch(r.p.dtype, map_k, map_k, merging_args(r), multiprocessors, true, r.stream), "chunk_intra");
+    }
     if (counts.end_states > 0) {
       launch_forward(pre_pass_params(params, r.b, counts, !early), multiprocessors, r.stream);
       const bool lets_begin = !early && !r.plan.choice.fused;  // and nothing is cut: the main pass leaves, or waits for itself
@@ -439,6 +468,7 @@ void run_range(const Run& r) {
   }
   params.asks |= counts.uncut_items > 0;
   launch_forward(params, multiprocessors, r.stream);
+  if (counts.fused && counts.uncut_items > 0) launch_forward(uncut_params(params, r), multiprocessors, r.stream);
   if (r.plan.choice.fused && outputs_of_intra(r.args) && r.p.total_tokens() > 0)
     make_outputs(r, make_token_map(map_shape(r.args.k), r.p.dtype == QLA_BFLOAT16, "k"));
 }

@@ -47,6 +47,7 @@ inline PlanInput plan_input(const qla_gdn_forward_args& args, const Problem& p, 
   in.can.both = in.can.fused && p.varlen && !tables;
   in.can.balanced = in.can.fused && !tables;
   in.can.mixed = in.can.mixed && p.varlen;
+  in.can.cut_fused = in.can.fused && !tables && !in.saved;
   return in;
 }
 
@@ -69,7 +70,7 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
     shape.equal_lengths =
         in.shape.equal_lengths || in.shape.num_seqs > 3;  // of many, one long sequence is unlikely (profiles_of)
     bounds.total_tokens = std::max<int64_t>(0, range_slots - in.shape.num_seqs) * plan::kChunkTokens;
-    can.fused = can.both = can.balanced = can.mixed = false;
+    can.fused = can.both = can.balanced = can.mixed = can.cut_fused = false;
     can.segments = can.segments && cuts;
   }
   can.refined_units =
@@ -88,6 +89,7 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
   counts.units = counts.items / choice.value_splits;
   counts.end_states = plan::most_end_states(bounds, choice);
   if (choice.uncut_splits > 0 && counts.end_states == 0) result.choice.uncut_splits = 0;  // too short a call to cut anything
+  if (choice.fused && counts.cut) counts.uncut_items = in.problem.num_seqs * in.problem.num_v_heads;
   if (choice.uncut_splits > 0) counts.uncut_items = in.problem.num_seqs * in.problem.num_v_heads * choice.uncut_splits;
   result.bytes = lay_out_forward(nullptr, in.problem, counts, in.saved).bytes;
   return result;
@@ -127,6 +129,11 @@ struct WholePlans {
 inline WholePlans whole_plans(const PlanInput& in) {
   WholePlans plans;
   plans.best = plan_ranges(in, in.problem.chunk_slots(), true);
+  if (plans.best.counts.fused && plans.best.counts.cut && plans.best.bytes > in.both_bytes) {  // it is not made for ranges
+    PlanInput others = in;
+    others.can.cut_fused = false;
+    return whole_plans(others);
+  }
   plans.differ = plans.best.counts.both || plans.best.counts.balanced_shares;
   plans.one = plans.differ ? plan_ranges(one_form(in), in.problem.chunk_slots(), true) : plans.best;
   if (!plans.best.counts.both || plans.best.bytes <= in.both_bytes) return plans;

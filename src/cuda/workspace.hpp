@@ -39,7 +39,7 @@ struct ForwardBuffers {
   int32_t* part_flags;       // balanced: of the borders, whose states lie in carry[0]
   PlanHeader* fused_header;  // of the fused form, where a call has both
   WorkItem* fused_items;
-  PlanHeader* uncut_header;  // where it takes all of V if something is cut, and halves if nothing is: of the latter
+  PlanHeader* uncut_header;  // of a list for packings in which nothing is cut; fused: and for heads that should not have been
   WorkItem* uncut_items;
   // context parallelism
   float* decay;  // [slot][HV]: what cuts look at; where they run early and forward saves, not what is saved
@@ -47,6 +47,7 @@ struct ForwardBuffers {
   WorkItem* pre_items;
   MergeChain* chains;
   uint8_t* transitions;
+  uint8_t* heads;  // [sequence][HV] kHead*, where the main pass is fused
   void* units;
   float* states;    // S_ext and start states, then M
   float* carry[2];  // [HV][V][K], from one range to the next; both forms: [N][HV][V][K]
@@ -83,10 +84,12 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
       b.gates = layout.take<float>(n.range_slots * p.num_v_heads * kFusedVecFloats);
     b.part_flags = layout.take<int32_t>(2 * n.balanced_shares);
     b.carry[0] = b.carry[1] = layout.take<float>(n.balanced_shares * kStateFloats);
+  }
+  if (n.fused && !n.cut) {
     b.bytes = layout.bytes();
     return b;
   }
-  const int64_t pg_bytes = n.range_slots * p.num_v_heads * kTileBytes,
+  const int64_t pg_bytes = n.fused ? 0 : n.range_slots * p.num_v_heads * kTileBytes,
                 gate_bytes =
                     n.both && !saved_given ? p.chunk_slots() * p.num_v_heads * kFusedVecFloats * int64_t{sizeof(float)} : 0;
   b.pg = layout.take<uint8_t>(std::max(pg_bytes, gate_bytes));
@@ -105,6 +108,7 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
     b.pre_items = layout.take<WorkItem>(2 * n.end_states * n.pre_v_parts);
     b.chains = layout.take<MergeChain>(p.num_seqs * p.num_v_heads);
     b.transitions = layout.take<uint8_t>(n.end_states);
+    if (n.fused) b.heads = layout.take<uint8_t>(p.num_seqs * p.num_v_heads);
     b.units = layout.take<uint8_t>(n.units * segments::kUnitBytes);
     b.states = layout.take<float>(2 * n.end_states * kStateFloats);
   }

@@ -23,6 +23,7 @@ struct Capabilities {  // what the device's kernels can do
   bool mixed = false;         // all of V where a sequence is cut and halves where none is, in one call
   bool both = false;          // fused and two kernels in one call, the planning kernel gives all items to one of them
   int64_t refined_units = 0;  // cuts of their own for heads that merge, with at most so many segments over all heads
+  bool cut_fused = false;     // the fused form of sequences that are cut
 };
 
 enum class Reason : int32_t {
@@ -168,6 +169,7 @@ void for_each_refinement(const DeviceCosts& costs, const Shape& shape, const Cap
     if (fits()) consider(candidate);
   }
 }
+inline constexpr int64_t kMostFusedCutSeqs = 2;  // more were not measured
 
 inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Capabilities& can) {
   const Profiles profiles = profiles_of(shape);
@@ -214,6 +216,11 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     const bool mixes = can.mixed && can.v_split && leaves_whole && shape.num_seqs >= kLeastBothSeqs &&
                        shape.num_seqs <= kMostBothSeqs && profiles.count > 1 && !shape.backward;
     if (mixes && repeats && splits == 1 && given > 0 && given < longest) consider({given, 1, false, 0, false, 2});
+    // Where value heads share a query/key head, chunk_intra's work is shared, too, and two kernels are as quick. Not for lengths
+    // that a caller fixes, whose calls give the same bits however many heads they have.
+    const bool fuses = can.fused && can.cut_fused && splits == 1 && shape.group == 1 && shape.num_seqs <= kMostFusedCutSeqs &&
+                       policy.mode != QLA_CP_FIXED && !shape.backward && !policy.batch_invariant;
+    if (fuses && given > 0 && given < longest) consider({given, 1, true});
     if (!free_choice) continue;
     for (const int64_t pieces : {2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128}) {
       const int64_t length = ceil_div(total, pieces);
@@ -221,6 +228,7 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
       if (length >= longest) continue;
       consider({length, splits, false});
       if (mixes && splits == 1) consider({length, 1, false, 0, false, 2});
+      if (fuses) consider({length, 1, true});
     }
   }
 

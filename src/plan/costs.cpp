@@ -22,6 +22,7 @@ const Constant kConstants[] = {
     QLA_CONSTANT("fused_4", fused[0]),
     QLA_CONSTANT("fused_2", fused[1]),
     QLA_CONSTANT("fused_1", fused[2]),
+    QLA_CONSTANT("fused_cut", fused_cut),
     QLA_CONSTANT("fused_quiet", fused_quiet),
     QLA_CONSTANT("main_full", main_full),
     QLA_CONSTANT("main_half", main_half),
@@ -41,6 +42,7 @@ const Constant kConstants[] = {
     QLA_CONSTANT("packed", packed),
     QLA_CONSTANT("cut", cut),
     QLA_CONSTANT("cut_item", cut_item),
+    QLA_CONSTANT("cut_fused", cut_fused),
 };
 #undef QLA_CONSTANT
 

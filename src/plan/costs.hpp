@@ -15,6 +15,7 @@ struct DeviceCosts {
   const char* name;
   int32_t num_sms;
   float fused[3];              // intra-chunk stage as a role of the forward kernel, its gates included: heads as intra's
+  float fused_cut;             // .. and its sequences are cut into segments
   float fused_quiet;           // .. with items for at most three quarters of the multiprocessors: the clock stays up
   float main_full, main_half;  // forward with Abar and Pg loaded
   float main_full_quiet, main_half_quiet;
@@ -32,6 +33,7 @@ struct DeviceCosts {
   float packed;        // more, with several sequences
   float cut_item;      // .. for every segment
   float cut;           // more, where something may be cut: items from gates, pre-pass, merges
+  float cut_fused;     // the same in the fused form
 };
 
 // One H200: fitted to the published grid, 171 forward rows and all their plans (decision 0080); reverse and gradients from the
@@ -39,6 +41,7 @@ struct DeviceCosts {
 inline constexpr DeviceCosts kH200 = {.name = "H200",
                                       .num_sms = 132,
                                       .fused = {2.36f, 2.34f, 2.5f},
+                                      .fused_cut = 2.3f,
                                       .fused_quiet = 2.4f,
                                       .main_full = 1.68f,
                                       .main_half = 0.99f,
@@ -59,7 +62,8 @@ inline constexpr DeviceCosts kH200 = {.name = "H200",
                                       .intra_launch = 5.3f,
                                       .packed = 5.1f,
                                       .cut_item = 0.075f,
-                                      .cut = 10.8f};
+                                      .cut = 10.8f,
+                                      .cut_fused = 15.0f};
 
 // A device nobody has measured: an H200's proportions at 1.5 times its cost a chunk, which errs towards more cuts where they are
 // cheap.
@@ -69,9 +73,9 @@ inline DeviceCosts costs_for(int32_t num_sms, int32_t capability_major) {
   if (capability_major == 9) return costs;
   costs.name = "default";
   for (float* cost :
-       {&costs.fused[0], &costs.fused[1], &costs.fused[2], &costs.fused_quiet, &costs.main_full, &costs.main_half,
-        &costs.main_full_quiet, &costs.main_half_quiet, &costs.state_half, &costs.reverse_half, &costs.intra[0], &costs.intra[1],
-        &costs.intra[2], &costs.passes, &costs.grads, &costs.merge, &costs.pass_state, &costs.pass_merge})
+       {&costs.fused[0], &costs.fused[1], &costs.fused[2], &costs.fused_cut, &costs.fused_quiet, &costs.main_full,
+        &costs.main_half, &costs.main_full_quiet, &costs.main_half_quiet, &costs.state_half, &costs.reverse_half, &costs.intra[0],
+        &costs.intra[1], &costs.intra[2], &costs.passes, &costs.grads, &costs.merge, &costs.pass_state, &costs.pass_merge})
     *cost *= 1.5f;
   return costs;
 }

@@ -93,7 +93,8 @@ inline constexpr float kSegmentEnds = 0.3f;
 inline constexpr int64_t kDirectChunks = 40;
 inline constexpr float kDirectLaunch = 14.0f;
 inline bool one_direct_launch(const DeviceCosts& costs, const Candidate& c, float items, int64_t longest_chunks) {
-  return c.fused && !c.balanced && items <= static_cast<float>(costs.num_sms) && longest_chunks <= kDirectChunks;
+  return c.fused && !c.balanced && c.segment_chunks == 0 && items <= static_cast<float>(costs.num_sms) &&
+         longest_chunks <= kDirectChunks;
 }
 
 // Index of a call's costs that depend on how many value heads share a query/key head.
@@ -110,6 +111,7 @@ inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Cand
   const float power = rounds > 0.75f ? 1.0f + limit * std::min(1.0f, share / 128.0f) : 1.0f;
   if (c.fused) {
     const float kept = shape.keeps ? kKeptChunk : 0.0f, quiet = costs.fused_quiet + kept;
+    if (c.segment_chunks > 0) return costs.fused_cut * power;
     const float full = costs.fused[group_kind(shape)] * power + kept, rest = rounds - whole;
     if (rounds <= 0.75f) return quiet;
     if (c.balanced) return full;
@@ -121,12 +123,15 @@ inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Cand
   return (costs.main_full_quiet + busy * (costs.main_full - costs.main_full_quiet)) * power;
 }
 
-// All that is no walk along the sequences.
-inline float parallel_cost(const DeviceCosts& costs, const Shape& shape, const Candidate& c, float chunks, bool cut) {
+// All that is no walk along the sequences. merging: share of the value heads that never forget.
+inline float parallel_cost(const DeviceCosts& costs, const Shape& shape, const Candidate& c, float chunks, bool cut,
+                           float merging = kAssumedExactShare) {
   const float share = chunks * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms);
   float us = costs.launches + (shape.num_seqs > 1 ? costs.packed : 0.0f) +
-             (c.segment_chunks > 0 ? (cut ? 1.0f : kAskedShare) * costs.cut : 0.0f);
-  if (c.fused)
+             (c.segment_chunks > 0 ? (cut ? 1.0f : kAskedShare) * (c.fused ? costs.cut_fused : costs.cut) : 0.0f);
+  if (c.fused && cut)
+    us += share * costs.intra[group_kind(shape)] * merging;
+  else if (c.fused)
     us -= costs.intra_launch;
   else
     us += share * costs.intra[group_kind(shape)];
@@ -242,7 +247,7 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     cut |= pieces > 1;
     const float count = static_cast<float>(kind.count), length = static_cast<float>(ceil_div(kind.chunks, pieces));
     // of one long sequence and short ones, the long one's items run on when the others have ended
-    const bool outlives = c.fused && !c.balanced && i == 0 && profile.num_kinds == 2;
+    const bool outlives = c.fused && !c.balanced && c.segment_chunks == 0 && i == 0 && profile.num_kinds == 2;
     const float per_chunk = chunk_cost(costs, shape, c, outlives ? count * heads : items, share);
     const float ends = pieces == 1 ? costs.item : kSegmentEnds * costs.item;
     if (pieces == 1) {
@@ -274,10 +279,10 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     float longest = 0;
     for (int32_t i = 0; i < profile.num_kinds; ++i) longest = std::max(longest, static_cast<float>(profile.kinds[i].chunks));
     const float rounds = items / sms;
-    return parallel_cost(costs, shape, c, chunks, cut) +
+    return parallel_cost(costs, shape, c, chunks, cut, exact_heads / heads) +
            std::max(longest, share + 0.5f) * chunk_cost(costs, shape, c, items, share) + costs.item * rounds + kHandOver;
   }
-  const float us = parallel_cost(costs, shape, c, chunks, cut) + main.makespan(sms) + pre.makespan(sms) -
+  const float us = parallel_cost(costs, shape, c, chunks, cut, exact_heads / heads) + main.makespan(sms) + pre.makespan(sms) -
                    (one_direct_launch(costs, c, items, profile.kinds[0].chunks) ? kDirectLaunch : 0.0f) +
                    (cut ? costs.cut_item * items / splits : 0.0f) + (hidden ? 0.0f : merges);
   return c.merged_chunks > 0 && !hidden ? us * kShorterMerged : us;

@@ -51,7 +51,9 @@ struct Row {
   int Hk, Hv, parts;
   bool output;
   bool fused = false, saves = false;
-  int segment = 0, warmup = 0;  // items of so many chunks, behind so many without output where they do not begin a sequence
+  // items of so many chunks, behind so many without output where they do not begin a sequence; by the cut form if fused
+  int segment = 0, warmup = 0;
+  bool cut = false;
 };
 // cycles a microsecond just now
 static __global__ void read_clock(float* mhz) {
@@ -84,6 +86,11 @@ inline int bench(const std::string& only) {
                        {"(16,16) 8192x4 fused", 4, 8192, 16, 16, 1, true, true},
                        {"(2,8) 1x32768 items of 32", 1, 32768, 2, 8, 1, true, false, false, 32},
                        {"(2,8) 1x32768 items of 7 + 32", 1, 32768, 2, 8, 1, true, false, false, 32, 7},
+                       {"(2,8) 1x32768 items of 7 + 32 fused, cut", 1, 32768, 2, 8, 1, true, true, false, 32, 7, true},
+                       {"(16,16) 1x32768 items of 64", 1, 32768, 16, 16, 1, true, false, false, 64},
+                       {"(16,16) 1x32768 items of 64 fused, cut", 1, 32768, 16, 16, 1, true, true, false, 64, 0, true},
+                       {"(16,16) 1x32768 items of 5 + 64", 1, 32768, 16, 16, 1, true, false, false, 64, 5},
+                       {"(16,16) 1x32768 items of 5 + 64 fused, cut", 1, 32768, 16, 16, 1, true, true, false, 64, 5, true},
                        {"(4,16) 1x32768 items of 64", 1, 32768, 4, 16, 1, true, false, false, 64},
                        {"(4,16) 1x32768 items of 32 + 64", 1, 32768, 4, 16, 1, true, false, false, 64, 32},
                        {"(2,8) 1x32768 items of 64, V split", 1, 32768, 2, 8, 2, true, false, false, 64},
@@ -209,6 +216,7 @@ inline int bench(const std::string& only) {
         }
         CUDA_OK(segments::launch_with_gates(plan, a, sms, 0));
         p.fused = true;
+        p.cut = r.cut;
         p.scale = a.scale;
       }
     }

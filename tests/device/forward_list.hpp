@@ -23,6 +23,7 @@ struct Case {
   bool has_initial = false;  // every second sequence starts from zero
   int segments = 1;          // cut each sequence; later segments start by warm-up or merged
   int warmup = 0;            // 0 with segments > 1: merged start states
+  bool mixed = false;        // odd value heads have no warm-up
   int checkpoint = 0;        // chunks
   bool snapshots = false;
   int sms = 132;
@@ -136,6 +137,35 @@ inline std::vector<Case> forward_list() {
        .sms = 1,
        .fused = true,
        .normalise = true});
+  const Case cut{.T = 900, .lens = {640, 200}, .Hv = 2, .gate = 0.5, .segments = 3, .warmup = 1, .fused = true};
+  const auto add_cut = [&](const char* name, auto&& change) {
+    Case c = cut;
+    c.name = std::string("fused, cut, ") + name;
+    change(c);
+    add(c);
+  };
+  add_cut("warm-up", [](Case&) {});
+  add_cut("warm-up, fp16", [](Case& c) { c.bf16 = false; });
+  add_cut("warm-up, norms", [](Case& c) { c.normalise = true; });
+  add_cut("warm-up, norms, fp16", [](Case& c) { c.normalise = true, c.bf16 = false; });
+  add_cut("long warm-up", [](Case& c) { c.gate = 0.2, c.warmup = 3; });
+  add_cut("merged starts", [](Case& c) { c.h0_dtype = QLA_FLOAT32, c.warmup = 0, c.gate = 1.0 / 16; });
+  add_cut("merged starts, norms, one CTA",
+          [](Case& c) { c.h0_dtype = QLA_FLOAT32, c.warmup = 0, c.gate = 0, c.normalise = true, c.sms = 1; });
+  add_cut("both, initial states", [](Case& c) { c.h0_dtype = QLA_FLOAT32, c.Hv = 4, c.mixed = true; });
+  add_cut("both, three CTAs", [](Case& c) { c.h0_dtype = QLA_FLOAT32, c.Hv = 4, c.mixed = true, c.sms = 3; });
+  add_cut("both, one CTA, fp16", [](Case& c) { c.Hv = 4, c.mixed = true, c.sms = 1, c.bf16 = false; });
+  add_cut("tails, padding",
+          [](Case& c) { c.T = 400, c.lens = kTails, c.Hk = 2, c.Hv = 8, c.gate = 1, c.segments = 2, c.mixed = true; });
+  add_cut("tails, one CTA, norms", [](Case& c) {
+    c.T = 400, c.lens = kTails, c.Hk = 2, c.Hv = 4, c.gate = 1, c.segments = 2, c.mixed = true, c.normalise = true, c.sms = 1;
+  });
+  add_cut("pool", [](Case& c) {
+    c.T = 300, c.lens = kPool, c.gate = 1, c.segments = 2, c.h0_dtype = QLA_FLOAT32, c.pool = true, c.mixed = true;
+  });
+  add_cut("dense B = 3, strided", [](Case& c) {
+    c.B = 3, c.T = 200, c.lens = {}, c.Hk = 2, c.Hv = 4, c.strided = true, c.h0_dtype = QLA_BFLOAT16, c.v_first = true;
+  });
   for (const bool heads_first : {false, true}) {  // what the gates lie in, by whole chunks and with a tail in each sequence
     const char* const names[] = {"float64", "fp32", "bf16", "fp16"};
     for (const int type : {QLA_FLOAT64, QLA_FLOAT32, QLA_BFLOAT16, QLA_FLOAT16}) {
@@ -151,14 +181,14 @@ inline std::vector<Case> forward_list() {
     }
   }
   for (Case c : std::vector<Case>(cases)) {  // every fused case with gradients again, keeping what backward reuses
-    if (!c.fused || c.pool) continue;
+    if (!c.fused || c.pool || c.segments > 1) continue;
     c.name += ", saves";
     c.saves = true;
     add(c);
   }
   for (Case c : std::vector<Case>(cases)) {  // every fused case again in one launch, where each item can have a CTA
     const int64_t seqs = c.lens.empty() ? c.B : int64_t(c.lens.size());
-    if (!c.fused || seqs * c.Hv > c.sms) continue;
+    if (!c.fused || c.segments > 1 || seqs * c.Hv > c.sms) continue;
     c.name += ", direct";
     c.direct = true;
     add(c);

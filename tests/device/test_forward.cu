@@ -241,7 +241,7 @@ static void run(const Case& c) {
     for (int h = 0; h < c.Hv; h++)
       for (int g = 0; g < segs; g++)
         for (int part = 0; part < c.v_parts; part++) {
-          const int a = total * g / segs, b = total * (g + 1) / segs, w = g ? std::min(c.warmup, a) : 0;
+          const int a = total * g / segs, b = total * (g + 1) / segs, w = g && !(c.mixed && h % 2) ? std::min(c.warmup, a) : 0;
           WorkItem it{};
           it.token = d.bos[n] + (a - w) * 64;
           it.slot = int32_t(slot_of(d, n, a - w));
@@ -261,7 +261,7 @@ static void run(const Case& c) {
             it.start_index = int32_t(merged.size() / 16384);
             if (part == 0)
               for (int v = 0; v < 128; v++)
-                for (int k = 0; k < 128; k++) merged.push_back(float(starts[n * c.Hv + h][a][k * 128 + v]));
+                for (int k = 0; k < 128; k++) merged.push_back(index[n] < 0 ? NAN : float(starts[n * c.Hv + h][a][k * 128 + v]));
             else
               it.start_index--;
           }
@@ -353,6 +353,8 @@ static void run(const Case& c) {
     plan.has_initial = c.h0_dtype >= 0;
     p.fused = true;
     p.normalise = c.normalise;
+    p.cut = c.segments > 1;
+    p.merging = !merged.empty();
     p.scale = float(d.scale);
     p.abar = p.pg = nullptr;
     p.vec = a.vec;

@@ -31,7 +31,7 @@ Tables run(const Problem& p, const std::string& name) {
   Device<ChunkRecord> chunks(std::max<int64_t>(1, p.parts * p.slots()));
   Device<float> decay(p.decay.empty() ? std::vector<float>(1) : p.decay);
   Device<MergeChain> chains(p.seqs() * p.heads);
-  Device<uint8_t> transitions(std::max<int64_t>(1, states));
+  Device<uint8_t> transitions(std::max<int64_t>(1, states)), heads(size_t(p.seqs() * p.heads));
   Device<uint8_t> units(segments * p.heads * segments::kUnitBytes);
   Device<PlanHeader> fused_header(1), cut_header(1);
   Device<WorkItem> uncut_items(size_t(p.seqs() * p.heads * 2));
@@ -90,20 +90,31 @@ Tables run(const Problem& p, const std::string& name) {
     c.pre_items = pre_items.get();
     c.chains = chains.get();
     c.transitions = transitions.get();
+    if (p.says_heads) c.heads = heads.get();
     cuda_ok(segments::launch_cut(c, nullptr), "cut_items");
   }
   cuda_ok(cudaDeviceSynchronize(), name.c_str());
   check(header.guards_intact() && pre_header.guards_intact() && main_items.guards_intact() && pre_items.guards_intact() &&
             chunks.guards_intact() && chains.guards_intact() && transitions.guards_intact() && units.guards_intact() &&
-            uncut_items.guards_intact() && cut_header.guards_intact() && fused_header.guards_intact() &&
+            uncut_items.guards_intact() && heads.guards_intact() && cut_header.guards_intact() && fused_header.guards_intact() &&
             fused_items.guards_intact() && vec.guards_intact(),
         name + ": writes stay inside");
-  Tables t{chunks.download(),      main_items.download(), pre_items.download(),    chains.download(),
-           transitions.download(), header.download()[0],  pre_header.download()[0]};
+  Tables t{chunks.download(),      main_items.download(), pre_items.download(),     chains.download(),
+           transitions.download(), header.download()[0],  pre_header.download()[0], heads.download()};
   if (p.uncut_parts) {  // one list has everything
     const PlanHeader cut = cut_header.download()[0];
     const PlanHeader& none = cuts_anything(p) ? t.header : cut;
-    check(none.num_items == 0 && none.end_token == p.tokens, name + ": the other list has no items");
+    if (p.says_heads && cuts_anything(p)) {
+      int64_t walked = 0, chunks = 0;
+      const std::vector<WorkItem> list = uncut_items.download();
+      for (int64_t i = 0; i < std::min<int64_t>(none.num_items, int64_t(list.size())); i++) walked += list[size_t(i)].chunks;
+      for (int64_t n = 0; n < p.seqs(); n++) chunks += (p.cu[n + 1] - p.cu[n] + 63) / 64;
+      if (good_boundaries(p) && p.slots() == p.all_slots())
+        check(none.num_items == p.seqs() * p.heads * p.uncut_parts && walked == chunks * p.heads * p.uncut_parts,
+              name + ": the uncut list stays");
+    } else {
+      check(none.num_items == 0 && none.end_token == p.tokens, name + ": the other list has no items");
+    }
     if (cuts_anything(p))
       t.header = cut;
     else
@@ -167,7 +178,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
   std::map<int64_t, ChunkRecord> records;
   const int64_t states = most_states(p);
   int entry = 0;
-  bool bases = true;
+  bool bases = true, words = true;
   std::vector<int64_t> chunk_base(p.seqs() + 1, 0), checkpoint_base(p.seqs() + 1, 0);
   const bool fused = takes_fused(p);
   const int v_parts = fused ? 1 : p.uncut_parts && !cuts_anything(p) ? p.uncut_parts : p.v_parts;
@@ -187,9 +198,10 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     for (int h = 0; h < p.heads && part.present; h++) {
       const auto decay = [&](int64_t c) { return p.decay[(slot + part.first + c) * p.heads + h]; };
       const qla::plan::Cut cut = qla::plan::make_head_cut(part.chunks, p.rule, initial, decay);
-      int previous = -1;
+      int previous = -1, boundaries = 0, merged_boundaries = 0;
       const int first_entry = entry;
       qla::plan::for_each_segment(cut, p.rule, initial, false, decay, [&](const qla::plan::Segment& s) {
+        boundaries += s.index > 0, merged_boundaries += s.start == QLA_START_MERGED;
         WorkItem i{};
         i.first_chunk = int32_t(part.first + s.first_chunk - s.warmup_chunks);
         i.token = bos + 64 * int64_t(i.first_chunk);
@@ -227,6 +239,8 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
         }
       });
       if (entry > first_entry) want_chains.push_back({first_entry, entry - first_entry});
+      const int bits = (merged_boundaries > 0) * kHeadMerges | (merged_boundaries < boundaries) * kHeadForgets;
+      if (p.says_heads && cuts_anything(p)) words &= t.heads[size_t(n * p.heads + h)] == bits;
     }
   }
   // Entries have gaps between heads; in order they are as the host counts them. Translate them by the chains.
@@ -240,6 +254,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     for (int j = 0; j < chains[i].second && chains_right; j++) counted[chains[i].first + j] = want_chains[i].first + j;
   }
   check(chains_right && int(counted.size()) == entry, name + ": chains");
+  check(words, name + ": heads that merge, heads that forget");
   const auto host_entry = [&](int e) { return counted.count(e) ? counted[e] : -1; };
   bool same = true;
   for (const auto& [e, host] : counted) same &= t.transitions[size_t(e)] == want_transitions[size_t(host)];
@@ -339,6 +354,7 @@ int main(int argc, char** argv) {
       p.rule.balance = int32_t(pick(0, 1));
       p.uncut_parts = int(pick(0, 2));
       if (pick(0, 3)) refine(p, pick);
+      p.says_heads = p.uncut_parts > 0 && pick(0, 1);
     }
     gates(p);
     const std::string name = "round " + std::to_string(round) + " (" + std::to_string(lens.size()) + " sequences, " +

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import pytest
 
 import qla
 from qla import calibrate, planbench, sweep
+from qla.bench_grid import Row
 
 pytest.importorskip("numpy")
 PACKAGES = str(Path(qla.__path__[0]).resolve().parent)
@@ -36,7 +38,9 @@ def predicted(lengths: list[int], heads: tuple[int, int], segment: int, **enviro
 
 def ours(lengths: list[int], heads: tuple[int, int], segment: int, splits: int) -> float:
     row = calibrate.coefficients(lengths, heads, segment, splits, 132, calibrate.SHIPPED, lasting=True)
-    return sum(calibrate.SHIPPED[name] * x for name, x in row.items()) - calibrate.direct_saving(lengths, heads, splits, 132)
+    return sum(calibrate.SHIPPED[name] * x for name, x in row.items()) - calibrate.direct_saving(
+        lengths, heads, segment, splits, 132
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,15 +62,25 @@ def test_coefficients_are_the_librarys_model(lengths: list[int], heads: tuple[in
     assert abs(ours(lengths, heads, segment, splits) - us) <= 0.6 + 0.01 * us  # printed to one microsecond
 
 
+@pytest.mark.parametrize(("lengths", "heads", "segment"), [([32768], (16, 16), 64), ([16384], (32, 32), 32)])
+def test_coefficients_of_cuts_in_the_fused_form(lengths: list[int], heads: tuple[int, int], segment: int, tmp_path: Path) -> None:
+    row = Row("fwd", "", "", lengths, heads)
+    gates = [0.0, -3.2, -3.2, -3.2] * (heads[1] // 4) * sum(math.ceil(n / 64) for n in lengths)
+    library = planbench.open_copies(tmp_path)[planbench.FUSED]
+    plan = planbench.plan_with(library, planbench.shape_args(row, planbench.Planned(segment, planbench.FUSED)), row, gates)
+    assert plan.fused == 1 and plan.segment_chunks == segment
+    assert abs(ours(lengths, heads, segment, planbench.FUSED) - plan.predicted_us) <= 0.01 * plan.predicted_us
+
+
 def test_fit_finds_constants_again(tmp_path: Path) -> None:
     draw = random.Random(1)
     truth = {name: value * draw.uniform(0.7, 1.4) for name, value in calibrate.SHIPPED.items()}
     samples = []
     for lengths, heads, segments in calibrate.CASES:
         for segment in segments:
-            for form in (1, 2) if segment else (1, 2, planbench.FUSED):
+            for form in (1, 2) if segment and heads[0] != heads[1] else (1, 2, planbench.FUSED):
                 row = calibrate.coefficients(lengths, heads, segment, form, 132, truth)
-                us = sum(truth[name] * x for name, x in row.items()) - calibrate.direct_saving(lengths, heads, form, 132)
+                us = sum(truth[name] * x for name, x in row.items()) - calibrate.direct_saving(lengths, heads, segment, form, 132)
                 samples.append({"lengths": lengths, "heads": heads, "segment": segment, "form": form, "us": us})
     found, rms, worst = calibrate.fit(samples, 132, calibrate.SHIPPED)
     assert rms < 1e-3 and worst < 5e-3

@@ -44,6 +44,29 @@ TEST(Choose, GoldenH200) {
   EXPECT_EQ(row(0, 0, 1, 1), "L0 fused");
 }
 
+// A value head for each query/key head: the intra-chunk stage is as much work as the recurrence, and is left to it.
+TEST(Choose, CutInTheFusedForm) {
+  Capabilities can;
+  can.cut_fused = true;
+  const auto row = [&](int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads, const Policy& policy = {}) {
+    return text(choose(kH200, shape_of_row(tokens, seqs, k_heads, v_heads), policy, can));
+  };
+  EXPECT_EQ(row(32768, 1, 16, 16), "L64 fused");
+  EXPECT_EQ(row(32768, 1, 32, 32), "L128 fused");
+  EXPECT_EQ(row(8192, 1, 32, 32), "L32 fused");
+  EXPECT_EQ(row(32768, 2, 16, 16), "L74 fused");
+  EXPECT_EQ(row(4096, 1, 16, 16), "L16 halves");
+  EXPECT_EQ(row(32768, 1, 4, 16), "L64");
+  EXPECT_EQ(row(32768, 1, 16, 32), "L128");
+  Policy policy;
+  policy.batch_invariant = true;  // whatever is in the batch: not by a model of it
+  EXPECT_EQ(row(32768, 1, 16, 16, policy).find("fused"), std::string::npos);
+  policy = {};
+  policy.mode = QLA_CP_PLAN;
+  policy.fixed_chunks = 64;  // a plan is repeated in the form that it had
+  EXPECT_EQ(row(32768, 1, 16, 16, policy), "L64 fused");
+}
+
 TEST(Choose, OnlyWhatTheKernelsCanDo) {
   for (int mask = 0; mask < 8; ++mask) {
     const Capabilities can{(mask & 1) != 0, (mask & 2) != 0, (mask & 4) != 0};

@@ -49,6 +49,10 @@ __device__ __forceinline__ void cp_async(uint32_t dst, const void* src) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16);
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(dst), "l"(src), "n"(Bytes) : "memory");
 }
+// .. 16 bytes past L1, which may hold what lay there in an earlier call: for what no wait of this grid precedes
+__device__ __forceinline__ void cp_async_past_l1(uint32_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending = 0>
 __device__ __forceinline__ void cp_async_wait() {

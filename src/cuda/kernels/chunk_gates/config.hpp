@@ -21,7 +21,9 @@ struct Args {
   // The whole record is kept for backward; norms are the fused kernel's to add. The sums that a cut backward looks at are 0 then:
   // no chunk forgets, so each cut is merged.
   int32_t saves;
-  float* decay;  // [slot][HV], saves
+  // [slot][HV]; saves: see above. Else where sequences may be cut (nullptr: not): the chunk's sum of gates and kGrowthRoom, NaN
+  // where a gate or beta is not finite. What keys add to ghat (C4), chunk_intra sees later.
+  float* decay;
 };
 
 inline constexpr int kHeads = 32;  // of a CTA

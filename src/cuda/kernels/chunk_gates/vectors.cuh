@@ -49,7 +49,13 @@ __device__ __forceinline__ void write_vectors(const Args& a, Shared& s, const Ch
     const int64_t index = int64_t(slot) * a.num_v_heads + first + head;
     float* record = a.vec + (a.saves ? index * kVecFloats + kFusedInRecord : index * kFusedVecFloats);
     const float2 gamma = write_vectors_of(record, g, beta, a.scale, lane);
-    if (a.saves) write_rest(a, index, gamma, lane);
+    if (a.saves) {
+      write_rest(a, index, gamma, lane);
+    } else if (a.decay) {
+      const float unknown = (beta.x - beta.x) + (beta.y - beta.y);  // NaN where a beta is not finite
+      const float sum = warp_sum(g.x + g.y + unknown) * kLn2 + kGrowthRoom;
+      if (lane == 0) a.decay[index] = sum;
+    }
   }
 }
 

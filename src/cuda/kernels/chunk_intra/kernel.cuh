@@ -60,6 +60,11 @@ struct Cursor {
     rest += a.step_rest;
     if (rest >= a.num_k_heads * a.parts) rest -= a.num_k_heads * a.parts, slot++;
   }
+  __device__ __forceinline__ void advance(const Args& a, int steps) {
+    const int per_slot = a.num_k_heads * a.parts, to = rest + steps * a.step_rest, slots = to / per_slot;
+    slot += steps * a.step_slots + slots;
+    rest = to - slots * per_slot;
+  }
 };
 __device__ __forceinline__ Item decode_item(const Args& a, Cursor at, int4 record) {
   const int k_head = a.parts == 1 ? at.rest : at.rest / a.parts, first = (at.rest - k_head * a.parts) * a.per;
@@ -271,6 +276,36 @@ struct Walk {
   }
 };
 
+// .. where Args::heads chooses: items with a head that merges. A warp walks, its lanes look at the next 32 items at once; what
+// they found is used up before they look again.
+struct ChosenWalk {
+  const Args& a;
+  Cursor next;         // of what nobody has looked at yet
+  Cursor place{};      // this lane's
+  int4 record{};       // .. and its chunk
+  uint32_t found = 0;  // lanes whose items are still to be taken
+  __device__ __forceinline__ bool wanted(const Item& it, int64_t sequence) const {
+    const uint8_t* heads = a.heads + sequence * a.num_v_heads + it.v_head;
+    uint32_t bits = 0;
+    for (int i = 0; i < it.heads; i++) bits |= heads[i];
+    return bits & kHeadMerges;
+  }
+  __device__ __forceinline__ Item take(int lane) {
+    while (found == 0) {
+      if (next.slot >= a.slots) return Item{};
+      place = next;
+      place.advance(a, lane);
+      record = place.slot < a.slots ? reinterpret_cast<const int4*>(a.chunk_table)[place.slot] : int4{};
+      found = __ballot_sync(~0u, record.z != 0 && wanted(decode_item(a, place, record), record.w));
+      next.advance(a, 32);
+    }
+    const int from = __ffs(int(found)) - 1;
+    found &= found - 1;
+    const auto of = [&](int x) { return __shfl_sync(~0u, x, from); };
+    return decode_item(a, {of(place.slot), of(place.rest)}, make_int4(of(record.x), of(record.y), of(record.z), of(record.w)));
+  }
+};
+
 // K [K;Q]^T (or K K^T alone) of all 128 features
 template <typename T, int Regs>
 __device__ __forceinline__ void scores_product(float (&acc)[Regs], uint32_t smem) {
@@ -321,9 +356,9 @@ __device__ __forceinline__ void wait_for_tile(int lane) {
   __syncwarp();
 }
 
-template <typename T, bool WithPg>
-__device__ __forceinline__ void scores_role(const Args& a, Walk& walk, Item* s_item, uint32_t smem, const CUtensorMap& map_k,
-                                            const CUtensorMap& map_q) {
+template <typename T, bool WithPg, bool MayChoose>
+__device__ __forceinline__ void scores_role(const Args& a, Walk& walk, ChosenWalk& chosen, Item* s_item, uint32_t smem,
+                                            const CUtensorMap& map_k, const CUtensorMap& map_q) {
   const int tid = threadIdx.x % 128, lane = tid % 32, warp = tid / 32;
   const uint32_t tiles = smem + kSmemPg;
   const bool normalise = a.flags & QLA_FLAG_QK_L2NORM;
@@ -338,7 +373,14 @@ __device__ __forceinline__ void scores_role(const Args& a, Walk& walk, Item* s_i
     if (it.rows < 64) zero_tail<WithPg>(smem, it.rows, tid);
     float acc[WithPg ? 64 : 32];
     scores_product<T>(acc, smem);
-    if (tid == 0) s_item[(n + 2) % 4] = walk.take_asked();
+    if (MayChoose && a.heads) {
+      if (warp == 0) {
+        const Item next = chosen.take(lane);
+        if (lane == 0) s_item[(n + 2) % 4] = next;
+      }
+    } else if (tid == 0) {
+      s_item[(n + 2) % 4] = walk.take_asked();
+    }
     __syncwarp();
     const uint32_t norm = smem + kSmemNorm + odd * 512;
     if (normalise) {
@@ -464,7 +506,17 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       record = reinterpret_cast<const int4&>(direct);
     }
   }
-  if (threadIdx.x == 0) {
+  constexpr bool kMayChoose = !WithPg && Gated;
+  ChosenWalk chosen{a, walk.at};
+  if (kMayChoose && a.heads) {
+    if (threadIdx.x < 32) {
+      const Item first = chosen.take(int(threadIdx.x)), second = chosen.take(int(threadIdx.x));
+      if (threadIdx.x == 0) {
+        s_item[0] = first, s_item[1] = second;
+        if (first.heads) load_tiles<WithPg>(smem, smem + kBarKq, map_k, map_q, first);
+      }
+    }
+  } else if (threadIdx.x == 0) {
     int4 second{};
     if (!a.makes_plan) {
       if (a.direct) single_sequence(a, walk.first_token, walk.end_token);
@@ -482,7 +534,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   }
   __syncthreads();
   if (threadIdx.x < 128)
-    scores_role<T, WithPg>(a, walk, s_item, smem, map_k, map_q);
+    scores_role<T, WithPg, kMayChoose>(a, walk, chosen, s_item, smem, map_k, map_q);
   else
     inverse_role<T, Gated>(a, s_item, smem);
   ptx::bulk_wait();

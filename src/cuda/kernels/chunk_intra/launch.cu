@@ -1,6 +1,7 @@
 #include "cuda/kernels/chunk_intra/launch.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 #include "cuda/dependent_launch.hpp"
 #include "cuda/kernels/chunk_intra/kernel.cuh"
@@ -18,7 +19,8 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
                   cudaStream_t stream) {
   const int64_t per_slot = int64_t(args.num_k_heads) * args.parts, items = args.slots * per_slot;
   if (items == 0) return cudaSuccess;
-  const int64_t ctas = std::min<int64_t>(items, int64_t(multiprocessors) * kCtasPerSm - args.spare);
+  int64_t ctas = std::min<int64_t>(items, int64_t(multiprocessors) * kCtasPerSm - args.spare);
+  while (args.heads && std::gcd(ctas, per_slot) > 1) ctas--;  // each CTA meets all heads in turn: few have anything to do
   Args sized = args;
   sized.step_slots = int32_t(ctas / per_slot);
   sized.step_rest = int32_t(ctas % per_slot);

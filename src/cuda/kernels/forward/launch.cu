@@ -17,8 +17,9 @@ void check(cudaError_t e, const char* what) {
 }
 template <typename T>
 void prepare_fused(const char* what) {
-  for (cudaError_t e : {prepare_fused_type<T, false, false>(), prepare_fused_type<T, false, true>(),
-                        prepare_fused_type<T, true, false>(), prepare_fused_type<T, true, true>()})
+  for (cudaError_t e : {prepare_fused_type<T, false, false, false>(), prepare_fused_type<T, false, true, false>(),
+                        prepare_fused_type<T, true, false, false>(), prepare_fused_type<T, true, true, false>(),
+                        prepare_fused_type<T, false, false, true>(), prepare_fused_type<T, true, false, true>()})
     check(e, what);
 }
 }  // namespace
@@ -49,18 +50,23 @@ ForwardArgs forward_args(const ForwardParams& p) {
 }
 void check_launch(cudaError_t e, const ForwardParams& p, int grid) {
   check(e, concat("launch of ", grid, " CTAs, ", p.dtype == QLA_BFLOAT16 ? "bf16" : "fp16", p.fused ? ", fused" : "",
-                  p.saved_abar ? ", saving" : "", p.v_parts == 2 ? ", V split" : "", p.output ? "" : ", no output")
+                  p.fused && p.cut ? ", cut" : "", p.saved_abar ? ", saving" : "", p.v_parts == 2 ? ", V split" : "",
+                  p.output ? "" : ", no output")
                .c_str());
 }
-template <bool Norm, bool Save>
+template <bool Norm, bool Save, bool Cut>
 cudaError_t launch_fused_as(const FusedArgs& args, int grid, cudaStream_t stream) {
-  return args.p.dtype == QLA_BFLOAT16 ? launch_fused_type<__nv_bfloat16, Norm, Save>(args, grid, stream)
-                                      : launch_fused_type<__half, Norm, Save>(args, grid, stream);
+  return args.p.dtype == QLA_BFLOAT16 ? launch_fused_type<__nv_bfloat16, Norm, Save, Cut>(args, grid, stream)
+                                      : launch_fused_type<__half, Norm, Save, Cut>(args, grid, stream);
+}
+template <bool Save, bool Cut>
+cudaError_t launch_fused_of(const FusedArgs& args, int grid, cudaStream_t stream) {
+  return args.p.normalise ? launch_fused_as<true, Save, Cut>(args, grid, stream)
+                          : launch_fused_as<false, Save, Cut>(args, grid, stream);
 }
 cudaError_t launch_fused(const FusedArgs& args, int grid, cudaStream_t stream) {
-  if (args.p.saved_abar)
-    return args.p.normalise ? launch_fused_as<true, true>(args, grid, stream) : launch_fused_as<false, true>(args, grid, stream);
-  return args.p.normalise ? launch_fused_as<true, false>(args, grid, stream) : launch_fused_as<false, false>(args, grid, stream);
+  if (args.p.cut) return launch_fused_of<false, true>(args, grid, stream);
+  return args.p.saved_abar ? launch_fused_of<true, false>(args, grid, stream) : launch_fused_of<false, false>(args, grid, stream);
 }
 }  // namespace
 

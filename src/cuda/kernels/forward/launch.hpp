@@ -28,10 +28,16 @@ struct ForwardParams {
   const uint8_t* pg = nullptr;
   const float* vec = nullptr;  // [slot][v_head][kVecFloats]
   // The fused form (forward_fused/): Abar and Pg are made inside, vec is chunk_gates' [slot][v_head][kFusedVecFloats]. All of V,
-  // output, no cut sequences, no h, no checkpoints.
+  // output, no h, no checkpoints.
   bool fused = false;
+  bool cut = false;        // fused: items may have a warm-up or a merged start
   bool normalise = false;  // fused: q and k by their norms
   float scale = 1.f;       // fused: of Pg
+  // fused and cut: whoever meets keys that kMostKeyStep does not bound says so here, [sequence][HV] kHead* and the pre-pass's
+  // header; again: a pass over uncut sequences, of these heads alone, or of all if nothing was cut
+  uint8_t* heads = nullptr;
+  PlanHeader* cut_header = nullptr;
+  bool again = false;
   // fused: kept for backward, [slot][v_head] tiles and whole records; vec is these records then, and chunk_gates' work in them
   uint8_t* saved_abar = nullptr;
   float* saved_vec = nullptr;

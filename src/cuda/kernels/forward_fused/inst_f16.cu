@@ -1,6 +1,6 @@
 #include "cuda/kernels/forward_fused/variants.cuh"
 
 namespace qla::cuda {
-template cudaError_t prepare_fused_type<__half, false, false>();
-template cudaError_t launch_fused_type<__half, false, false>(const FusedArgs&, int, cudaStream_t);
+template cudaError_t prepare_fused_type<__half, false, false, false>();
+template cudaError_t launch_fused_type<__half, false, false, false>(const FusedArgs&, int, cudaStream_t);
 }  // namespace qla::cuda

@@ -1,6 +1,6 @@
 #include "cuda/kernels/forward_fused/variants.cuh"
 
 namespace qla::cuda {
-template cudaError_t prepare_fused_type<__half, true, false>();
-template cudaError_t launch_fused_type<__half, true, false>(const FusedArgs&, int, cudaStream_t);
+template cudaError_t prepare_fused_type<__half, true, false, false>();
+template cudaError_t launch_fused_type<__half, true, false, false>(const FusedArgs&, int, cudaStream_t);
 }  // namespace qla::cuda

@@ -1,6 +1,6 @@
 #include "cuda/kernels/forward_fused/variants.cuh"
 
 namespace qla::cuda {
-template cudaError_t prepare_fused_type<__nv_bfloat16, false, true>();
-template cudaError_t launch_fused_type<__nv_bfloat16, false, true>(const FusedArgs&, int, cudaStream_t);
+template cudaError_t prepare_fused_type<__nv_bfloat16, false, true, false>();
+template cudaError_t launch_fused_type<__nv_bfloat16, false, true, false>(const FusedArgs&, int, cudaStream_t);
 }  // namespace qla::cuda

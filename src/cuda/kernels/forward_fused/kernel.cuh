@@ -48,7 +48,7 @@
 
 namespace qla::cuda {
 
-template <typename T, bool Norm, bool Save>
+template <typename T, bool Norm, bool Save, bool Cut>
 __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(const __grid_constant__ FusedArgs a) {
   using Cfg = FusedConfig;
   extern __shared__ uint8_t smem[];
@@ -80,22 +80,22 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
   const int group = threadIdx.x / 128;
   if (group == 0) {
     ptx::setmaxnreg_dec<Cfg::kRegsLoad>();
-    ptx::grid_dependency_wait();
+    if (!Cut || !a.p.merging) ptx::grid_dependency_wait();
     if (a.p.asks) ptx::grid_dependency_launch();  // not sooner: what follows looks at the plan without a wait of its own
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      if (threadIdx.x == 0) fused_load_role<Save>(a, sm);
+      if (threadIdx.x == 0) fused_load_role<Save, Cut>(a, sm);
     } else if (warp == 3) {
-      fused_helper_role(a, sm);
+      fused_helper_role<Cut>(a, sm);
     } else {
-      fused_store_role<Norm, Save>(a, sm, warp - 1);
+      fused_store_role<Norm, Save, Cut>(a, sm, warp - 1);
     }
   } else if (group == 1) {
     ptx::setmaxnreg_dec<Cfg::kRegsIntra>();
-    intra_role<T, Norm, Save>(a, sm);
+    intra_role<T, Norm, Save, Cut>(a, sm);
   } else {
     ptx::setmaxnreg_inc<Cfg::kRegsState>();
-    fused_state_role<T, Norm, Save>(a, sm, group - 2);
+    fused_state_role<T, Norm, Save, Cut>(a, sm, group - 2);
   }
 }
 

@@ -22,6 +22,7 @@ struct IntraChunk {
   uint32_t vec, abar, ex;  // gate vectors, tile pair, exchange memory
   float scale;
   int lane;
+  bool grows;         // cut: keys of this lane's rows may grow the state
   tril::Lane at;      // this lane's places, worked out once: the compiler would make them anew for every block
   float2 cum, beta;   // of this lane's rows j, j + 8
   float2 columns[2];  // cumulated gates of this lane's columns i of the next block to be gated
@@ -57,6 +58,17 @@ struct BlockColumns {
   __device__ __forceinline__ float of(int i) const { return i % 2 ? at[i / 4].y : at[i / 4].x; }
 };
 
+// Cut: keys may grow the state of the item's head (kMostKeyStep). All who say so write the same. The item's slot is still its
+// own: the states are behind.
+__device__ __forceinline__ void distrust(const FusedArgs& a, uint32_t item) {
+  if (a.p.again || !a.p.heads) return;
+  uint8_t* head = a.p.heads + int64_t(slot::sequence(item)) * a.p.num_v_heads + slot::v_head(item);
+  const uint8_t bits = *head;
+  if (!(bits & kHeadForgets)) return;
+  *head = uint8_t(bits | kHeadDistrusted);
+  a.p.cut_header->distrusted = 1;
+}
+
 // e = G diag(beta) of block (b, w), transposed; its part of K K^T becomes the block of U
 template <bool Norm, int B>
 __device__ __forceinline__ void fused_gate(float (&acc)[64], float (&e)[8], IntraChunk& x) {
@@ -74,7 +86,7 @@ __device__ __forceinline__ void fused_gate(float (&acc)[64], float (&e)[8], Intr
   }
 }
 // .. of a diagonal block, whose rows j + 8 take nothing from columns i < 8
-template <bool Norm, int W>
+template <bool Norm, bool Cut, int W>
 __device__ __forceinline__ void fused_diagonal(float (&acc)[64], float (&e)[8], IntraChunk& x) {
   const float2 low = x.columns[0], high = x.columns[1];
   if constexpr (W < 3) load_gate_columns<Norm>(x, W + 1);
@@ -87,6 +99,11 @@ __device__ __forceinline__ void fused_diagonal(float (&acc)[64], float (&e)[8], 
   e[7] = exp2_approx(high.y - x.cum.y) * x.beta.y;
   const uint32_t at = x.u() + W * tril::kBlockU + (x.lane / 4 * tril::kPitchU + x.lane % 4 * 2) * 4;
   float* k = acc + 8 * W;
+  if constexpr (Cut) {  // beta |k|^2
+    const bool even = x.lane / 4 % 2 == 0;
+    const float low_step = even ? k[0] * e[0] : k[1] * e[1], high_step = even ? k[6] * e[6] : k[7] * e[7];
+    x.grows = x.lane / 8 == x.lane % 4 && !(low_step <= kMostKeyStep && high_step <= kMostKeyStep);
+  }
   ptx::sts2(at, k[0] * -e[0], k[1] * -e[1]);
   ptx::sts2(at + 32, k[4] * -e[4], k[5] * -e[5]);
   ptx::sts2(at + (8 * tril::kPitchU + 8) * 4, k[6] * -e[6], k[7] * -e[7]);
@@ -121,15 +138,15 @@ __device__ __forceinline__ void fused_block(float (&acc)[64], float (&e)[8], Int
 }
 
 // Warps share what code they can: all of it must stay in the instruction cache.
-template <typename T, bool Norm>
+template <typename T, bool Norm, bool Cut>
 __device__ __forceinline__ void gates_and_diagonals(float (&acc)[64], IntraChunk& x, int warp, uint32_t pair_empty,
                                                     uint32_t parity) {
   float e[8];
   if (warp < 2) {
     if (warp == 0)
-      fused_diagonal<Norm, 0>(acc, e, x);
+      fused_diagonal<Norm, Cut, 0>(acc, e, x);
     else
-      fused_diagonal<Norm, 1>(acc, e, x);
+      fused_diagonal<Norm, Cut, 1>(acc, e, x);
     ptx::named_arrive(kIntraBarrier, 128);
     ptx::mbarrier_wait(pair_empty, parity);  // the tiles of two chunks ago have been used
     if (warp == 0) {
@@ -141,9 +158,9 @@ __device__ __forceinline__ void gates_and_diagonals(float (&acc)[64], IntraChunk
     fused_block<T, Norm, 2>(acc, e, x, warp);
   } else {
     if (warp == 2)
-      fused_diagonal<Norm, 2>(acc, e, x);
+      fused_diagonal<Norm, Cut, 2>(acc, e, x);
     else
-      fused_diagonal<Norm, 3>(acc, e, x);
+      fused_diagonal<Norm, Cut, 3>(acc, e, x);
     ptx::mbarrier_wait(pair_empty, parity);
     ptx::named_sync(kIntraBarrier, 128);
     tril::diagonal_inverses<T, true>(x.abar, x.ex, x.u(), warp - 2, x.lane);
@@ -336,7 +353,7 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[64], const IntraC
   return !(size < kLargest);
 }
 
-template <typename T, bool Norm, bool Save>
+template <typename T, bool Norm, bool Save, bool Cut>
 __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& sm) {
   tril::Lane at(threadIdx.x % 32);
   const auto tiles = sm.tiles();
@@ -349,7 +366,7 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
       ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
       if (!slot::valid(sm.slot_address(walk.slot()))) break;
       walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
-      if (a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
+      if (!Cut && a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
       __syncwarp();
       if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
       if (!walk.more()) {
@@ -378,14 +395,17 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
       asm volatile("" : "+r"(at.tile), "+r"(at.exchange));  // sums with them are not kept over a chunk
       int lane = threadIdx.x % 32;
       asm volatile("" : "+r"(lane));
-      IntraChunk x{stage + FusedConfig::kOffVec, uniform(sm.pair(walk.pair())), sm.exchange(), a.p.scale, lane, at, {}, {}, {}};
+      IntraChunk x{
+          stage + FusedConfig::kOffVec, uniform(sm.pair(walk.pair())), sm.exchange(), a.p.scale, lane, false, at, {}, {}, {}};
       if constexpr (Norm) {
         ptx::named_sync(kIntraBarrier + 4, 128);
         if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.normed(walk.stage));
       }
       load_gates<Norm>(x, warp);
       const uint32_t empty = pairs.empty(walk.pair()), parity = walk.pair_phase() ^ 1;
-      gates_and_diagonals<T, Norm>(acc, x, warp, empty, parity);
+      gates_and_diagonals<T, Norm, Cut>(acc, x, warp, empty, parity);
+      if (Cut && x.grows) [[unlikely]]
+        distrust(a, sm.slot_address(walk.slot()));
       const int next = walk.stage + 1 == FusedConfig::kStages ? 0 : walk.stage + 1;
       // They are there or on their way: the pair was free, so the stage of two chunks ago is. Without a next chunk the products
       // are of whatever lies there, for nothing.

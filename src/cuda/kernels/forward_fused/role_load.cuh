@@ -10,24 +10,39 @@ namespace qla::cuda {
 
 // ---- load: one thread
 // An item's slot, completed by what only the device knows (as fetch_item() in forward/role_load.cuh). False: no more work.
+template <bool Cut>
 __device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, uint32_t slot, int index) {
-  if (index < a.p.max_items && !a.direct) {  // beside the load of num_items, and not through registers
+  if (index < a.p.max_items && (Cut || !a.direct)) {  // beside the load of num_items, and not through registers
     const uint4* from = reinterpret_cast<const uint4*>(a.p.items + index);
 #pragma unroll
-    for (int i = 0; i < 4; i++) ptx::cp_async<16>(slot + 16 * i, from + i);
+    for (int i = 0; i < 4; i++) {
+      if constexpr (Cut)  // beside merges this grid has waited for nothing
+        ptx::cp_async_past_l1(slot + 16 * i, from + i);
+      else
+        ptx::cp_async<16>(slot + 16 * i, from + i);
+    }
   }
-  const bool valid = index < (a.direct ? a.p.max_items : a.p.plan->num_items);
+  bool valid = index < (Cut ? ptx::load_after_plan(&a.p.plan->num_items) : a.direct ? a.p.max_items : a.p.plan->num_items);
+  const bool some = Cut && a.p.again && a.p.cut_header->cut;
+  if (some) valid = valid && a.p.cut_header->distrusted;
   put_field(slot, offsetof(ItemSlot, valid), valid);
   ptx::cp_async_wait_all();
   if (!valid) return false;
-  if (a.direct) put_direct_item(a, slot);
+  if (!Cut && a.direct) put_direct_item(a, slot);
   const int sequence = slot::sequence(slot);
   int state = sequence, skip_rows = 0;
+  if (some && !(a.p.heads[int64_t(sequence) * a.p.num_v_heads + slot::v_head(slot)] & kHeadDistrusted)) {
+    put_field(slot, offsetof(ItemSlot, item.chunks), 0);
+    put_field(slot, offsetof(ItemSlot, item.is_last), 0);
+    put_field(slot, offsetof(ItemSlot, item.start), QLA_START_ZERO);
+  }
   if (a.p.state_indices) {
     state = a.p.state_indices_dtype == QLA_INT64 ? int(static_cast<const int64_t*>(a.p.state_indices)[sequence])
                                                  : static_cast<const int32_t*>(a.p.state_indices)[sequence];
     if (state < 0) {
-      skip_rows = slot::chunks(slot) > 0 ? (slot::chunks(slot) - 1) * 64 + slot::last_rows(slot) : 0;
+      const int warmup = Cut ? slot::warmup(slot) : 0, own = slot::chunks(slot) - warmup;
+      skip_rows = own > 0 ? (own - 1) * 64 + slot::last_rows(slot) : 0;
+      if (Cut) put_field(slot, offsetof(ItemSlot, item.token), slot::token(slot) + 64 * warmup);
       put_field(slot, offsetof(ItemSlot, item.chunks), 0);
       put_field(slot, offsetof(ItemSlot, item.is_last), 0);
       put_field(slot, offsetof(ItemSlot, item.start), QLA_START_ZERO);
@@ -83,7 +98,7 @@ __device__ __forceinline__ bool first_by_copy(const FusedArgs& a, uint32_t item)
   return slot::start(item) == QLA_START_INITIAL && x.dtype == QLA_FLOAT32 && contiguous && slot::chunks(item) > 0 &&
          reinterpret_cast<uintptr_t>(first_state(a, item)) % 16 == 0;
 }
-template <bool Save>
+template <bool Save, bool Cut>
 __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedSmem& sm) {
   using Cfg = FusedConfig;
   const auto tiles = sm.tiles();
@@ -92,10 +107,10 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
   uint32_t phase = 1;  // of the empty barriers: the first round passes
   uint32_t taken = 0;
   int step = kFirstChunk;
-  for (int index = a.p.shares ? next_share(a) : blockIdx.x;;) {
+  for (int index = !Cut && a.p.shares ? next_share(a) : blockIdx.x;;) {
     ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
     const uint32_t item = sm.slot_address(taken & 1);
-    const bool valid = fetch_fused_item(a, item, index);
+    const bool valid = fetch_fused_item<Cut>(a, item, index);
     if (taken == 0) put_field(item, offsetof(ItemSlot, first), valid && first_by_copy(a, item) ? kFirstByCopy : kFirst);
     ptx::mbarrier_arrive(sm.items().full(taken & 1));
     if (!valid) break;
@@ -106,21 +121,24 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
 #pragma unroll 1
     for (int left = slot::chunks(item); left > 0; left--) {
       const bool raw = left == 1 && slot::last_rows(item) != 64;
+      const bool quiet = Cut && left > slot::chunks(item) - slot::warmup(item);
       if (step == kSecondChunk) {
-        ptx::mbarrier_wait(sm.state_taken(), 0);
-        if (a.direct) ptx::mbarrier_wait(sm.gates_ready(), 0);
+        // cut: not where nothing was copied, a merged start is late (the CTA's first item is in slot 0, or all had done with it)
+        if (!Cut || slot::first(sm.slot_address(0)) == kFirstByCopy) ptx::mbarrier_wait(sm.state_taken(), 0);
+        if (!Cut && a.direct) ptx::mbarrier_wait(sm.gates_ready(), 0);
       }
       if (step == kThirdChunk) ptx::mbarrier_wait(sm.pairs().full(0), 0);
       ptx::mbarrier_wait(tiles.empty(s), phase);
       {
         const uint32_t st = sm.stage(s), bar = raw ? sm.raw_tiles(s) : tiles.full(s);
-        ptx::mbarrier_arrive_expect(bar, Cfg::kKqBytes + (step == kFirstChunk && a.direct ? 0 : 4 * kFusedVecFloats));
+        const bool by_states = !Cut && step == kFirstChunk && a.direct;
+        ptx::mbarrier_arrive_expect(bar, (quiet ? Cfg::kKqBytes / 2 : Cfg::kKqBytes) + (by_states ? 0 : 4 * kFusedVecFloats));
 #pragma unroll
         for (int p = 0; p < 2; p++) {
           ptx::tensor_load_4d(st + p * Cfg::kPanelBytes, &a.k, 64 * p, k_head, row, batch, bar);
-          ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
+          if (!quiet) ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
         }
-        if (step != kFirstChunk || !a.direct) ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
+        if (!by_states) ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
       }
       ptx::mbarrier_wait(values.empty(s), phase);
       {
@@ -138,11 +156,11 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
       if (++s == Cfg::kStages) s = 0, phase ^= 1;
       step = min(step + 1, int(kAnyChunk));
     }
-    if (a.p.shares) {
+    if (!Cut && a.p.shares) {
       index = slot::segment(item);
       if (index == INT32_MAX) index = next_share(a);
     } else {
-      index = a.direct ? INT32_MAX : next_index(a);
+      index = !Cut && a.direct ? INT32_MAX : next_index(a);
     }
   }
 }
@@ -181,7 +199,7 @@ __device__ __forceinline__ void save_chunk(const ForwardArgs& a, const FusedSmem
   if (part != 0) ptx::mbarrier_arrive(sm.tiles().empty(walk.stage));
   ptx::mbarrier_arrive(sm.pairs().empty(walk.pair()));  // of the vectors, too: else `full` could pass by twice while they wait
 }
-template <bool Norm, bool Save>
+template <bool Norm, bool Save, bool Cut>
 __device__ __forceinline__ void fused_store_role(const ForwardArgs& a, const FusedSmem& sm, int part) {
   const auto values = sm.values();
   const int lane = threadIdx.x % 32;
@@ -199,7 +217,9 @@ __device__ __forceinline__ void fused_store_role(const ForwardArgs& a, const Fus
       ptx::mbarrier_wait(sm.out_full(part, s), walk.phase());
       __syncwarp();  // no lane still waits for this phase when lane 0 lets the stage's next one come: it would miss both
       const uint32_t tile = sm.v_stage(s) + part * 8192;
-      if (walk.bits < 64 && slot::last_rows(item) != 64) {
+      if (Cut && walk.left() > slot::chunks(item) - slot::warmup(item)) {
+        // no output
+      } else if (walk.bits < 64 && slot::last_rows(item) != 64) {
         store_tail(a, item, tile, row, part * 64, lane);
         __syncwarp();
       } else if (lane == 0) {
@@ -228,10 +248,13 @@ __device__ __forceinline__ void zero_rows_from(uint32_t panel, int rows, int run
 #pragma unroll 1
     for (int at = rows * 128 + lane * 16; at < 8192; at += 512) ptx::sts4u(panel + run * 8192 + at, 0, 0, 0, 0);
 }
+template <bool Cut>
 __device__ __forceinline__ void fused_helper_role(const FusedArgs& a, const FusedSmem& sm) {
   const int lane = threadIdx.x % 32;
   if (a.p.batch == 1) {  // tokens after the last sequence; dense input has none
-    const int end = a.direct ? int(segments::boundary(a.plan, a.plan.num_seqs)) : int(a.p.plan->end_token);
+    const int end = Cut ? a.p.again && a.p.cut_header->cut ? int(a.p.tokens) : int(ptx::load_after_plan(&a.p.plan->end_token))
+                    : a.direct ? int(segments::boundary(a.plan, a.plan.num_seqs))
+                               : int(a.p.plan->end_token);
 #pragma unroll 1
     for (int token = end + blockIdx.x; token < a.p.tokens; token += gridDim.x)
 #pragma unroll 1

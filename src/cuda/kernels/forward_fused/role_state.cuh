@@ -37,7 +37,7 @@ __device__ __forceinline__ void lower_product(float (&d)[32], const uint32_t (&x
   for (int w = 0; w < 4; w++) ptx::wgmma_rs<T, 0>(high, x + 4 * w, further(tile, 2048 * w + 1024), Accumulate || w > 0);
 }
 
-template <typename T, bool Norm, bool Save>
+template <typename T, bool Norm, bool Save, bool Cut>
 __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const FusedSmem& sm, int part) {
   using Cfg = FusedConfig;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
   auto take_turn = [&] { ptx::named_sync(4 + part, 256); };
   auto pass_turn = [&] { ptx::named_arrive(5 - part, 256); };
   if (part == 1) pass_turn();
-  if (a.direct) {
+  if (!Cut && a.direct) {
     direct_gates<Norm, Save>(a, sm, 4 * part + warp, 4 * Cfg::kParts, lane);
     ptx::proxy_fence_global();
     __syncwarp();
@@ -59,7 +59,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
   float(&state)[64] = reinterpret_cast<float(&)[64]>(S);
 #pragma unroll
   for (int i = 0; i < 64; i++) state[i] = 0.f;
-  ptx::grid_dependency_wait();
+  if (!Cut || !a.p.merging) ptx::grid_dependency_wait();
   for (;; walk.next_item()) {
     ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
     if (!slot::valid(sm.slot_address(walk.slot()))) break;
@@ -70,7 +70,8 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
                        lane);
     } else {
       const uint32_t item = sm.slot_address(walk.slot());
-      if (slot::start(item) == kStartCarried)  // balanced: the late part of an item; the early one is under way or done
+      if (Cut && slot::start(item) == QLA_START_MERGED) ptx::grid_dependency_wait();
+      if (!Cut && slot::start(item) == kStartCarried)  // balanced: the late part of an item; the early one is under way or done
         while (ptx::read_flag(a.p.part_flags + slot::start_index(item)) < Cfg::kParts) __nanosleep(200);
       start_state(a, item, S, part);
     }
@@ -79,7 +80,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       if (lane == 0) ptx::mbarrier_arrive(sm.state_taken());
     }
     walk.begin_item(slot::chunks(sm.slot_address(walk.slot())));
-    if (a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
+    if (!Cut && a.direct && walk.more()) ptx::mbarrier_wait(sm.first_gates(), 0);
 #pragma unroll 1
     for (; walk.more(); walk.next_chunk()) {
       const int s = walk.stage;
@@ -162,11 +163,12 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
     ptx::named_sync(2 + part, 128);
     if (threadIdx.x % 128 == 0) {
       const uint32_t item = sm.slot_address(walk.slot());
-      if (a.p.shares && slot::is_last(item) == kCarry) ptx::raise_flag(a.p.part_flags + slot::start_index(item));
+      if (!Cut && a.p.shares && slot::is_last(item) == kCarry) ptx::raise_flag(a.p.part_flags + slot::start_index(item));
       ptx::mbarrier_arrive(sm.items().empty(walk.slot()));
     }
   }
   if (part == 0) take_turn();
+  if (Cut) ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
 }
 
 }  // namespace qla::cuda

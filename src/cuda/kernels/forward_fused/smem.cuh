@@ -52,6 +52,7 @@ struct FusedWalk {
   __device__ __forceinline__ uint32_t slot() const { return bits >> 3 & 1; }
   __device__ __forceinline__ uint32_t slot_phase() const { return bits >> 4 & 1; }
   __device__ __forceinline__ void begin_item(int chunks) { bits |= uint32_t(chunks) << 5; }
+  __device__ __forceinline__ int left() const { return int(bits >> 5); }
   __device__ __forceinline__ bool more() const { return bits >= 32; }
   __device__ __forceinline__ void next_chunk() {
     bits = ((bits & ~6u) | ((bits + 2) & 6)) - 32;

@@ -7,15 +7,15 @@
 
 namespace qla::cuda {
 
-template <typename T, bool Norm, bool Save>
+template <typename T, bool Norm, bool Save, bool Cut>
 cudaError_t prepare_fused_type() {
-  return cudaFuncSetAttribute(gdn_forward_fused<T, Norm, Save>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  return cudaFuncSetAttribute(gdn_forward_fused<T, Norm, Save, Cut>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               FusedConfig::kSmemBytes);
 }
 
-template <typename T, bool Norm, bool Save>
+template <typename T, bool Norm, bool Save, bool Cut>
 cudaError_t launch_fused_type(const FusedArgs& args, int grid, cudaStream_t stream) {
-  return launch_dependent(gdn_forward_fused<T, Norm, Save>, grid, FusedConfig::kThreads, FusedConfig::kSmemBytes,
+  return launch_dependent(gdn_forward_fused<T, Norm, Save, Cut>, grid, FusedConfig::kThreads, FusedConfig::kSmemBytes,
                           args.p.dependent, stream, args);
 }
 

@@ -16,9 +16,9 @@ struct FusedArgs : ForwardArgs {
   gates::Args gates;
 };
 
-template <typename T, bool Norm, bool Save>
+template <typename T, bool Norm, bool Save, bool Cut>
 cudaError_t prepare_fused_type();
-template <typename T, bool Norm, bool Save>
+template <typename T, bool Norm, bool Save, bool Cut>
 cudaError_t launch_fused_type(const FusedArgs& args, int grid, cudaStream_t stream);
 
 }  // namespace qla::cuda

@@ -263,6 +263,9 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
           const int32_t chain = atomicAdd(&s.chains, 1);
           if (store) a.chains[chain] = {before, last - before};
         }
+        if (a.heads && store)
+          a.heads[job.sequence * a.plan.num_v_heads + job.head] =
+              uint8_t((last > before ? kHeadMerges : 0) | (last - before < segment ? kHeadForgets : 0));
       }
     }
     __syncthreads();
@@ -375,7 +378,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
     if (a.uncut_header) {
       a.plan.header->valid_tokens = a.uncut_header->valid_tokens;
       a.plan.header->end_token = a.uncut_header->end_token;
-      *a.uncut_header = header_without_items(a.plan.tokens);
+      if (!a.heads) *a.uncut_header = header_without_items(a.plan.tokens);
     }
     PlanHeader header{};
     header.cut = 1;

@@ -18,7 +18,7 @@ inline bool few_cut(int64_t seqs, int64_t units, int64_t slots, int64_t heads) {
 struct CutArgs {
   Args plan;  // boundaries, sizes, header and items of the main pass
   // plan_segments' header, where its list is not the main pass's: that one has the items if anything is cut, else this one. Then
-  // `plan`'s header is written here alone.
+  // `plan`'s header is written here alone. With `heads` this list stays as it is.
   PlanHeader* uncut_header;
   qla::plan::CutRule rule;
   const float* decay;   // [slot][HV] of chunk_intra
@@ -34,6 +34,7 @@ struct CutArgs {
   WorkItem* pre_items;
   MergeChain* chains;
   uint8_t* transitions;  // [most_states]
+  uint8_t* heads;        // [sequence][HV] kHead* for whoever makes Abar of heads that merge alone; nullptr: not asked
 };
 
 // Backward: both passes of every segment.

@@ -281,6 +281,10 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
     if (u.is_last()) {  // the head's chain
       const int32_t count = min(entries, room);
       if (count > 0) a.chains[atomicAdd(&s.chains, 1)] = {first_entry, count};
+      if (a.heads) {
+        const int32_t all = u.segment * a.rule.pieces + (u.segment > 0 ? a.rule.first_pieces - a.rule.pieces : 0);
+        a.heads[u.sequence * heads + u.head] = uint8_t((entries > 0 ? kHeadMerges : 0) | (entries < all ? kHeadForgets : 0));
+      }
     } else if (walks) {
       WorkItem* to = a.pre_items + int64_t(atomicAdd(counter, pre_items)) * a.pre_v_parts;
       item.is_last = 0;
@@ -315,9 +319,9 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
     header.end_token = end_token;
     *a.pre_header = header;
     if (a.uncut_header) {
-      a.plan.header->valid_tokens = a.uncut_header->valid_tokens;
+      a.plan.header->valid_tokens = planned.valid_tokens;
       a.plan.header->end_token = end_token;
-      *a.uncut_header = header_without_items(a.plan.tokens);
+      if (!a.heads) *a.uncut_header = header_without_items(a.plan.tokens);
     }
     a.plan.header->num_items = items * a.plan.v_parts;
     a.plan.header->next_item = 0;
