@@ -424,7 +424,7 @@ __device__ __forceinline__ void scores_role(const Args& a, Walk& walk, ChosenWal
   }
 }
 
-template <typename T, bool Gated>
+template <typename T, bool WithPg, bool Gated>
 __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, uint32_t smem) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t tile = smem + kSmemAbar + warp * kTileBytes, raw = smem + kSmemRaw + warp * 1024;
@@ -443,7 +443,7 @@ __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, 
       gate_vectors<Gated>(raw, vec, a, it, head, lane);
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(smem + kBarVectors + odd * 8);
+    if (WithPg && a.pg && lane == 0) ptx::mbarrier_arrive(smem + kBarVectors + odd * 8);  // else nobody waits for it
     const int next = (head - it.heads) & 3;
     const Item& after = s_item[(n + 1) % 4];
     if (next < after.heads) load_gates<Gated>(raw, a, after, next, lane);
@@ -536,7 +536,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   if (threadIdx.x < 128)
     scores_role<T, WithPg, kMayChoose>(a, walk, chosen, s_item, smem, map_k, map_q);
   else
-    inverse_role<T, Gated>(a, s_item, smem);
+    inverse_role<T, WithPg, Gated>(a, s_item, smem);
   ptx::bulk_wait();
   if (a.early) ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
 }
