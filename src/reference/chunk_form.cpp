@@ -19,15 +19,23 @@ using Tile = std::vector<A>;
 
 struct Exact {
   using Real = double;
+  static constexpr bool kRows = false;
   static double round(double x) { return x; }
 };
 struct Bf16 {
   using Real = float;
+  static constexpr bool kRows = false;  // InverseOrder::kRows
   static float round(float x) { return round_bf16(x); }
 };
 struct Fp16 {
   using Real = float;
+  static constexpr bool kRows = false;
   static float round(float x) { return round_fp16(x); }
+};
+
+template <class P>
+struct ByRows : P {
+  static constexpr bool kRows = true;
 };
 
 template <class P, class A>
@@ -109,7 +117,8 @@ class Head {  // one value head of one sequence
   }
 
   // Abar = (I + (G o L) diag(beta))^-1 (F3), or (F2). By substitution, row after row; a 16-bit kernel does so for the diagonal
-  // blocks of 16 and fills in those below by products of fp16 operands: A21 = -A22 (L21 A11), first for blocks of 16, then of 32.
+  // blocks of 16 and fills in those below by products of fp16 operands: A21 = -A22 (L21 A11), first for blocks of 16, then of 32;
+  // or row of blocks after row of blocks (ByRows).
   Tile<A> inverse(const Chunk<P>& c, bool gated) const {
     const Tile<A> lower = strictly_lower(c, gated), blocks = inverse_by_blocks(lower, std::is_same_v<P, Exact> ? C_ : 16);
     const bool fits = std::all_of(blocks.begin(), blocks.end(), [](A x) { return std::fabs(x) < A(64); });
@@ -122,9 +131,28 @@ class Head {  // one value head of one sequence
       for (int64_t j = i / block * block; j < i; ++j)
         for (int64_t m = i / block * block; m <= j; ++m) inv[i * C_ + m] -= lower[i * C_ + j] * inv[j * C_ + m];
     }
+    if (P::kRows) {
+      for (int64_t row = block; row < C_; row += block)
+        for (int64_t column = 0; column < row; column += block) below_by_rows(lower, row, column, block, inv);
+      return inv;
+    }
     for (int64_t size = block; size < C_; size *= 2)
       for (int64_t from = 0; from + size < C_; from += 2 * size) below(lower, from, size, std::min(C_, from + 2 * size), inv);
     return inv;
+  }
+  // block (row, column) of A: -A_row,row (sum of L_row,m A_m,column), from the blocks above it
+  void below_by_rows(const Tile<A>& lower, int64_t row, int64_t column, int64_t block, Tile<A>& inv) const {
+    const int64_t depth = row - column;
+    Tile<A> l(block * depth), above(depth * block), diagonal(block * block);
+    for (int64_t i = 0; i < block; ++i) {
+      for (int64_t m = 0; m < depth; ++m) l[i * depth + m] = round_fp16(lower[(row + i) * C_ + column + m]);
+      for (int64_t m = 0; m < block; ++m) diagonal[i * block + m] = round_fp16(inv[(row + i) * C_ + row + m]);
+    }
+    for (int64_t m = 0; m < depth; ++m)
+      for (int64_t j = 0; j < block; ++j) above[m * block + j] = round_fp16(inv[(column + m) * C_ + column + j]);
+    const Tile<A> inner = rounded<Fp16>(nn(l, above, block, block, depth)), outer = nn(diagonal, inner, block, block, block);
+    for (int64_t i = 0; i < block; ++i)
+      for (int64_t j = 0; j < block; ++j) inv[(row + i) * C_ + column + j] = -outer[i * block + j];
   }
   // rows from + size .. end, columns from .. from + size
   void below(const Tile<A>& lower, int64_t from, int64_t size, int64_t end, Tile<A>& inv) const {
@@ -264,7 +292,7 @@ class Head {  // one value head of one sequence
   // An element of dP or X as an operand. fp16: where a zero row of q meets a zero row of k both norms are 1e3 and the product may
   // leave the range; it multiplies rows of zeros only.
   static A operand(A x, A pair) {
-    if (std::is_same_v<P, Fp16> && std::fabs(x) > A(65504) && pair == A(0)) return A(0);
+    if (std::is_base_of_v<Fp16, P> && std::fabs(x) > A(65504) && pair == A(0)) return A(0);
     return P::round(x);
   }
   void accumulate(const Chunk<P>& c, const Tile<A>& add, Tile<A>& total) const {
@@ -402,13 +430,17 @@ Gradients backward(const Inputs& in, int64_t C) {
 
 }  // namespace
 
-Outputs chunk_forward(const Inputs& in, Operand operand, int64_t chunk) {
+Outputs chunk_forward(const Inputs& in, Operand operand, int64_t chunk, InverseOrder order) {
   if (operand == Operand::kExact) return forward<Exact>(in, chunk);
+  if (order == InverseOrder::kRows)
+    return operand == Operand::kBf16 ? forward<ByRows<Bf16>>(in, chunk) : forward<ByRows<Fp16>>(in, chunk);
   return operand == Operand::kBf16 ? forward<Bf16>(in, chunk) : forward<Fp16>(in, chunk);
 }
 
-Gradients chunk_backward(const Inputs& in, Operand operand, int64_t chunk) {
+Gradients chunk_backward(const Inputs& in, Operand operand, int64_t chunk, InverseOrder order) {
   if (operand == Operand::kExact) return backward<Exact>(in, chunk);
+  if (order == InverseOrder::kRows)
+    return operand == Operand::kBf16 ? backward<ByRows<Bf16>>(in, chunk) : backward<ByRows<Fp16>>(in, chunk);
   return operand == Operand::kBf16 ? backward<Bf16>(in, chunk) : backward<Fp16>(in, chunk);
 }
 

@@ -17,8 +17,12 @@ namespace qla::reference {
 
 enum class Operand { kExact, kBf16, kFp16 };
 
-Outputs chunk_forward(const Inputs& in, Operand operand, int64_t chunk = 64);
-Gradients chunk_backward(const Inputs& in, Operand operand, int64_t chunk = 64);
+// Of the emulator's inverse, whose blocks below the diagonal are products: blocks of 16, then of 32 (the fused form), or row of
+// blocks after row of blocks (chunk_intra).
+enum class InverseOrder { kTwoLevels, kRows };
+
+Outputs chunk_forward(const Inputs& in, Operand operand, int64_t chunk = 64, InverseOrder order = InverseOrder::kTwoLevels);
+Gradients chunk_backward(const Inputs& in, Operand operand, int64_t chunk = 64, InverseOrder order = InverseOrder::kTwoLevels);
 
 // Outputs for tests of the intra-chunk stage and of the snapshots, of one call.
 struct ChunkParts {

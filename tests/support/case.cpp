@@ -151,12 +151,17 @@ void record_error(const char* tensor, double relative, double limit) {
 }
 
 void expect_field(const Case& c, const Sample& s, const Field& field, const Numbers& got, const Numbers& truth,
-                  const Numbers* emulated, const Values& scale) {
+                  const std::vector<Values>& emulated, const Values& scale) {
   ASSERT_EQ(got.size(), truth.size()) << field.name;
   if (truth.empty()) return;
   expect_zero_padding(s, field, got);
   const double size = largest(truth), error = largest_error(got, truth);
   const int32_t out = field_dtype(s, field);
+  const auto worst = [&](double (*measure)(const Numbers&, const Numbers&)) {  // of the emulators' errors
+    double x = 0;
+    for (const Values& values : emulated) x = std::max(x, measure(values.*field.member, truth));
+    return x;
+  };
   const auto first_bad = [&](double limit) {
     std::ostringstream text;
     for (size_t i = 0; i < truth.size(); ++i)
@@ -171,8 +176,8 @@ void expect_field(const Case& c, const Sample& s, const Field& field, const Numb
         field.name) {  // the truth is nearly 0: measured against what the tensor holds with independent keys (decision 0023)
       const double independent = largest(scale.*field.member);
       double limit = limits::kNearZero * independent;
-      if (emulated) {
-        const double theirs = largest_error(*emulated, truth);
+      if (!emulated.empty()) {
+        const double theirs = worst(largest_error);
         EXPECT_LE(theirs, limits::kNearZeroEmulator * independent)
             << field.name << " (nearly zero): the emulator's own error; it would hide a fault";
         limit = std::max(limit, limits::kOfEmulator * theirs);
@@ -187,15 +192,15 @@ void expect_field(const Case& c, const Sample& s, const Field& field, const Numb
   double limit =
       limits::relative(s.dtype, field.is_gradient, c.hard) + limits::unit_roundoff(out) * (is_16_bit(out) && !is_16_bit(s.dtype));
   double largest_limit = limits::kLargest * limit * size;
-  if (emulated) {
-    const double theirs = relative_error(*emulated, truth);
+  if (!emulated.empty()) {
+    const double theirs = worst(relative_error);
     const double budget = field.is_gradient ? c.emulator.gradient : c.emulator.output;
     // fp16 operands underflow below 2^-24: of gradients as small as that nothing is known but that they stay as small
     const bool underflows = s.dtype == QLA_FLOAT16 && size < 0x1p-14;
     EXPECT_TRUE(theirs <= budget || underflows)
         << theirs << " > " << budget << ", " << field.name << ": the emulator's own error; it would hide a fault";
     limit = std::max(limit, limits::kOfEmulator * theirs);
-    largest_limit = limits::kOfEmulator * largest_error(*emulated, truth) + 4e-6 * size;
+    largest_limit = limits::kOfEmulator * worst(largest_error) + 4e-6 * size;
   }
   const double relative = relative_error(got, truth);
   record_error(field.name, relative, limit);
@@ -209,14 +214,16 @@ void expect_field(const Case& c, const Sample& s, const Field& field, const Numb
   if (c.per_head && heads > 1) {
     const int64_t width = static_cast<int64_t>(truth.size()) / (s.tokens() * heads);
     for (int64_t h = 0; h < heads; ++h) {
-      Numbers mine, theirs, true_ones;
-      for (int64_t t = 0; t < s.valid_tokens(); ++t)
-        for (int64_t x = 0; x < width; ++x) {
-          const size_t i = (t * heads + h) * width + x;
-          mine.push_back(got[i]), true_ones.push_back(truth[i]);
-          if (emulated) theirs.push_back((*emulated)[i]);
-        }
-      const double head_limit = std::max(limit, emulated ? limits::kOfEmulator * relative_error(theirs, true_ones) : 0.0);
+      const auto of_head = [&](const Numbers& all) {
+        Numbers part;
+        for (int64_t t = 0; t < s.valid_tokens(); ++t)
+          for (int64_t x = 0; x < width; ++x) part.push_back(all[(t * heads + h) * width + x]);
+        return part;
+      };
+      const Numbers mine = of_head(got), true_ones = of_head(truth);
+      double head_limit = limit;
+      for (const Values& values : emulated)
+        head_limit = std::max(head_limit, limits::kOfEmulator * relative_error(of_head(values.*field.member), true_ones));
       EXPECT_LE(relative_error(mine, true_ones), head_limit) << field.name << " of head " << h;
     }
   }
@@ -306,7 +313,7 @@ std::string not_on_cuda(const Case& c, int32_t dtype) {
 }
 
 void expect_values(const Case& c, const Sample& sample, const Options& options, const Values& got, const Values& truth,
-                   const Values* emulated) {
+                   const std::vector<Values>& emulated) {
   const Values scale = c.near_zero_scale ? c.near_zero_scale(sample) : Values{};
   for (const Field& field : fields()) {
     if (field.is_gradient && !options.backward) continue;
@@ -315,8 +322,7 @@ void expect_values(const Case& c, const Sample& sample, const Options& options, 
     if (name == "dh0" && sample.in.initial_state.empty()) continue;
     if (name == "ddt_bias" && sample.in.dt_bias.empty()) continue;
     if (name == "dg" && sample.no_gate) continue;
-    expect_field(c, sample, field, got.*field.member, truth.*field.member, emulated ? &(emulated->*field.member) : nullptr,
-                 scale);
+    expect_field(c, sample, field, got.*field.member, truth.*field.member, emulated, scale);
   }
 }
 
@@ -333,8 +339,7 @@ void run_case(const Backend& backend, const Case& c, int32_t dtype) {
   bool backward = false;
   for (const Options& call : c.calls) backward |= call.backward && backend.serves_backward();
   const Values truth = truth_of(sample, backward);
-  Values emulated;
-  if (is_16_bit(dtype)) emulated = emulation_of(sample, backward);
+  const std::vector<Values> emulated = emulations_of(sample, backward, backend.on_device());
   for (Options call : c.calls) {
     const bool forward_only = call.backward && !backend.serves_backward();  // a device whose backward kernels are not there yet
     call.backward &= !forward_only;
@@ -349,7 +354,7 @@ void run_case(const Backend& backend, const Case& c, int32_t dtype) {
       ADD_FAILURE() << result.where << ": status " << qla_status_name(result.status) << ": " << result.error;
       continue;
     }
-    expect_values(c, sample, call, result.values, truth, is_16_bit(dtype) ? &emulated : nullptr);
+    expect_values(c, sample, call, result.values, truth, emulated);
     if (c.extra && !forward_only) c.extra(sample, truth, result);
   }
 }

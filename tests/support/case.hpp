@@ -65,7 +65,7 @@ std::string not_on_cuda(const Case& c, int32_t dtype);
 // Judges a result against the truth; records GoogleTest failures that name tensor, measure, first bad coordinate and error by
 // token window.
 void expect_values(const Case& c, const Sample& sample, const Options& options, const Values& got, const Values& truth,
-                   const Values* emulated);
+                   const std::vector<Values>& emulated);
 
 // relL2 with its message; for tests outside the table
 double relative_error(const Numbers& got, const Numbers& truth);

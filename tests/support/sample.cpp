@@ -77,13 +77,20 @@ Values truth_of(const Sample& sample, bool backward) {
                  backward ? reference::recurrence_backward(sample.in) : reference::Gradients{});
 }
 
-Values emulation_of(const Sample& sample, bool backward) {
+Values emulation_of(const Sample& sample, bool backward, reference::InverseOrder order) {
   const auto operand = sample.dtype == QLA_FLOAT16 ? reference::Operand::kFp16 : reference::Operand::kBf16;
-  Values values = collect(reference::chunk_forward(sample.in, operand),
-                          backward ? reference::chunk_backward(sample.in, operand) : reference::Gradients{});
+  Values values = collect(reference::chunk_forward(sample.in, operand, 64, order),
+                          backward ? reference::chunk_backward(sample.in, operand, 64, order) : reference::Gradients{});
   for (const Field& field : fields())
     for (double& x : values.*field.member) x = round_to(x, field_dtype(sample, field));
   return values;
+}
+
+std::vector<Values> emulations_of(const Sample& sample, bool backward, bool on_device) {
+  if (!is_16_bit(sample.dtype)) return {};
+  std::vector<Values> all{emulation_of(sample, backward)};
+  if (on_device) all.push_back(emulation_of(sample, backward, reference::InverseOrder::kRows));
+  return all;
 }
 
 Sample tokens_of(const Sample& sample, int64_t from, int64_t to) {

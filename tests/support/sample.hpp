@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "reference/chunk_form.hpp"
 #include "reference/inputs.hpp"
 #include "support/dtype.hpp"
 
@@ -64,8 +65,12 @@ int32_t field_dtype(const Sample& sample, const Field& field);  // of the output
 int64_t field_heads(const Sample& sample, const Field& field);  // 0: no token axis (states, dA_log)
 
 Values truth_of(const Sample& sample, bool backward = true);  // the token recurrence, float64
-Values emulation_of(const Sample& sample,
-                    bool backward = true);  // 16-bit operands where a 16-bit kernel has them; outputs rounded to their types
+// 16-bit operands where a 16-bit kernel has them; outputs rounded to their types
+Values emulation_of(const Sample& sample, bool backward = true,
+                    reference::InverseOrder order = reference::InverseOrder::kTwoLevels);
+
+// .. by which a result is judged: of 16-bit tensors, on a device once for each order in which its kernels invert
+std::vector<Values> emulations_of(const Sample& sample, bool backward, bool on_device);
 
 // Sequence n alone, with its states and gradients.
 Sample sequence_of(const Sample& sample, int64_t n);

@@ -202,6 +202,9 @@ TEST(ChunkForm, EmulatorsErrIsThatOfTheirType) {
   expect_same(in, Operand::kFp16, 1.3e-3);
   EXPECT_GT(relative(chunk_forward(in, Operand::kBf16).o, recurrence_forward(in).o), 1e-3);  // it does round
   EXPECT_GT(relative(chunk_forward(in, Operand::kFp16).o, recurrence_forward(in).o), 1e-4);
+  const Outputs rows = chunk_forward(in, Operand::kFp16, 64, InverseOrder::kRows);  // another order, other roundings
+  EXPECT_NE(rows.o, chunk_forward(in, Operand::kFp16).o);
+  EXPECT_LT(relative(rows.o, recurrence_forward(in).o), 1e-3);
 }
 TEST(ChunkForm, PartsAreTheirDefinitions) {
   const Inputs in = make({.lengths = {70}, .K = 8, .V = 4, .norm = true});
