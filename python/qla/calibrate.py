@@ -25,7 +25,7 @@ SHIPPED = {
     "main_full": 1.68, "main_half": 0.99, "main_full_quiet": 1.77, "main_half_quiet": 0.92, "state_half": 0.76,
     "intra_4": 0.89, "intra_2": 1.12, "intra_1": 1.9, "merge": 0.63, "item": 6.1, "launches": 21.6, "packed": 5.1, "cut": 10.8,
     "cut_item": 0.075, "fused_4": 2.36, "fused_2": 2.34, "fused_1": 2.5, "fused_quiet": 2.4, "intra_launch": 5.3,
-    "fused_cut": 2.2, "cut_fused": 9.0,
+    "fused_cut": 2.3, "cut_fused": 15.0,
 }  # fmt: skip
 
 # lengths, heads, segment lengths in chunks (0: no cut); each with and without V split

@@ -41,7 +41,7 @@ struct DeviceCosts {
 inline constexpr DeviceCosts kH200 = {.name = "H200",
                                       .num_sms = 132,
                                       .fused = {2.36f, 2.34f, 2.5f},
-                                      .fused_cut = 2.2f,
+                                      .fused_cut = 2.3f,
                                       .fused_quiet = 2.4f,
                                       .main_full = 1.68f,
                                       .main_half = 0.99f,
@@ -63,7 +63,7 @@ inline constexpr DeviceCosts kH200 = {.name = "H200",
                                       .packed = 5.1f,
                                       .cut_item = 0.075f,
                                       .cut = 10.8f,
-                                      .cut_fused = 9.0f};
+                                      .cut_fused = 15.0f};
 
 // A device nobody has measured: an H200's proportions at 1.5 times its cost a chunk, which errs towards more cuts where they are
 // cheap.
