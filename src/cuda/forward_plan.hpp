@@ -86,7 +86,7 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
   // Few heads need the pre-pass where warm-up serves the others: then it is short of CTAs, and halves of V finish sooner.
   counts.pre_v_parts = choice.rule.exact ? choice.value_splits : 2;
   counts.cut = choice.rule.segment_chunks > 0;
-  counts.units = counts.items / choice.value_splits;
+  counts.units = plan::most_units(bounds.total_tokens, bounds.num_seqs, choice.rule) * bounds.num_v_heads;
   counts.end_states = plan::most_end_states(bounds, choice);
   if (choice.uncut_splits > 0 && counts.end_states == 0) result.choice.uncut_splits = 0;  // too short a call to cut anything
   if (choice.fused && counts.cut) counts.uncut_items = in.problem.num_seqs * in.problem.num_v_heads;

@@ -153,7 +153,8 @@ void for_each_refinement(const DeviceCosts& costs, const Shape& shape, const Cap
   const auto fits = [&] {
     Choice choice;
     choice.rule = refined_rule(policy, candidate);
-    return most_items(shape, choice) <= can.refined_units && most_end_states(shape, choice) <= kItemsPerSm * costs.num_sms;
+    return most_units(shape.total_tokens, shape.num_seqs, choice.rule) * heads <= can.refined_units &&
+           most_end_states(shape, choice) <= kItemsPerSm * costs.num_sms;
   };
   const int64_t in_pre_pass = (costs.num_sms / (2 * merging) + 3) / 2,
                 rounds = ceil_div(heads * segments * candidate.splits, costs.num_sms),

@@ -209,4 +209,12 @@ QLA_HD constexpr int64_t most_segments(int64_t total_tokens, int64_t num_seqs, c
   return num_seqs + (least > 0 ? chunks / least : 0);
 }
 
+// .. and units that a planner looks at: both cuts of every head.
+QLA_HD constexpr int64_t most_units(int64_t total_tokens, int64_t num_seqs, const CutRule& rule) {
+  CutRule plain = rule;
+  plain.merged_chunks = 0;
+  const int64_t segments = most_segments(total_tokens, num_seqs, plain);
+  return rule.merged_chunks > 0 ? segments + most_segments(total_tokens, num_seqs, rule) : segments;
+}
+
 }  // namespace qla::plan

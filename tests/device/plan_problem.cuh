@@ -65,7 +65,7 @@ inline int64_t most_states(const Problem& p) {
 
 // Whether cut_few makes the items, which alone knows of pieces and of segments of their own for heads that merge.
 inline bool refines(const Problem& p) {
-  return segments::few_cut(p.seqs(), qla::plan::most_segments(p.tokens, p.seqs(), p.rule) * p.heads, p.all_slots(), p.heads);
+  return segments::few_cut(p.seqs(), qla::plan::most_units(p.tokens, p.seqs(), p.rule) * p.heads, p.all_slots(), p.heads);
 }
 
 // A cut with segments of their own for heads that merge, and pieces, where that is possible.

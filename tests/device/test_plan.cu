@@ -32,7 +32,8 @@ Tables run(const Problem& p, const std::string& name) {
   Device<float> decay(p.decay.empty() ? std::vector<float>(1) : p.decay);
   Device<MergeChain> chains(p.seqs() * p.heads);
   Device<uint8_t> transitions(std::max<int64_t>(1, states)), heads(size_t(p.seqs() * p.heads));
-  Device<uint8_t> units(segments * p.heads * segments::kUnitBytes);
+  const int64_t most_units = qla::plan::most_units(p.tokens, p.seqs(), p.rule) * p.heads;
+  Device<uint8_t> units(most_units * segments::kUnitBytes);
   Device<PlanHeader> fused_header(1), cut_header(1);
   Device<WorkItem> uncut_items(size_t(p.seqs() * p.heads * 2));
   Device<WorkItem> fused_items(size_t(p.seqs() * p.heads));
@@ -83,7 +84,7 @@ Tables run(const Problem& p, const std::string& name) {
     c.need_bases = 1;
     c.rehearse = int32_t(p.heads % 2);
     c.most_states = int32_t(states);
-    c.most_units = int32_t(segments * p.heads);
+    c.most_units = int32_t(most_units);
     c.units = units.get();
     c.pre_v_parts = p.v_parts;
     c.pre_header = pre_header.get();

@@ -3,7 +3,7 @@
 //   banks. What boundaries decide is worked out before the wait. Behind it every step is one round trip: sums to shared memory in
 //   one bulk copy; sum of each segment; start of each segment, counted by length; positions and items. No 64-bit division, no
 //   loop over units: the CTA has as many threads as there may be units. Where heads that merge have segments of their own
-//   (CutRule::merged_chunks) a unit may be none: each head has threads for the finer cut.
+//   (CutRule::merged_chunks) each head has threads for both cuts, and one of them makes no items.
 // The merged boundary in front of segment j > 0 of a sequence's head h has an entry for each piece of the pre-pass's way to it,
 //   by its rank: behind those that the sequences before and the heads before may have, merged boundaries of this head before it.
 //   Shapes bound that; entries of one chain are consecutive.
@@ -18,8 +18,8 @@ namespace qla::cuda::segments {
 struct FewSequence {
   int64_t bos;  // of its part in the range
   int32_t chunks, last_rows, slot, first_chunk;
-  int32_t segment_chunks[2], segments[2];  // of a head that merges: the second one
-  int32_t places, first_place;             // segments a head may have
+  int32_t segment_chunks[2], segments[2];  // of a head that merges: the second one, if any
+  int32_t places, first_place;             // .. of both cuts
   int32_t first_entry;                     // of its first head
   int32_t chunk_base, checkpoint_base;
   int16_t start, end;
@@ -36,8 +36,9 @@ struct FewShared {
   uint8_t merging[kFewUnits];      // [a sequence's first place][head]
 };
 
-// of a head with so many segments, all of whose boundaries are merged
-__device__ __forceinline__ int32_t few_entries(const CutArgs& a, int32_t segments) {
+// of a head whose boundaries are all merged
+__device__ __forceinline__ int32_t few_entries(const CutArgs& a, const FewSequence& x) {
+  const int32_t segments = max(x.segments[0], x.segments[1]);
   return segments > 1 ? (segments - 2) * a.rule.pieces + a.rule.first_pieces : 0;
 }
 
@@ -60,12 +61,13 @@ __device__ __forceinline__ bool few_sequences(const CutArgs& a, FewShared& s) {
       x.segment_chunks[merging] = cut.segment_chunks;
       x.segments[merging] = run.present ? cut.num_segments : 0;
     }
-    x.places = max(x.segments[0], x.segments[1]);
+    if (a.rule.merged_chunks == 0 || x.segments[0] < 2) x.segments[1] = 0;
+    x.places = x.segments[0] + x.segments[1];
     x.start = int16_t(run.continued() ? kStartCarried : start_of(a.plan, n));
     x.end = run.goes_on ? kCarry : kFinalState;
   }
   const bool cuts = __any_sync(~0u, a.rule.cuts(x.chunks));
-  const int32_t every = a.plan.checkpoint_every_chunks, chunks = span.chunks(), entries_a_head = few_entries(a, x.places),
+  const int32_t every = a.plan.checkpoint_every_chunks, chunks = span.chunks(), entries_a_head = few_entries(a, x),
                 checkpoints = every ? int32_t(uint32_t((span.eos - span.bos) / 64) / uint32_t(every)) : 0;
   int32_t places = x.places, entries = entries_a_head, chunk_base = chunks, checkpoint_base = checkpoints;
 #pragma unroll 1
@@ -81,8 +83,8 @@ __device__ __forceinline__ bool few_sequences(const CutArgs& a, FewShared& s) {
   // Sequences that overlap (bad boundaries) may have more segments than the shapes allow: the rest is dropped.
   const int32_t most = a.most_units / heads;
   x.places = max(0, min(x.places, most - x.first_place));
-#pragma unroll
-  for (int32_t& segments : x.segments) segments = min(segments, x.places);
+  x.segments[0] = min(x.segments[0], x.places);
+  x.segments[1] = min(x.segments[1], x.places - x.segments[0]);
   if (n < seqs) s.sequence[n] = x;
   if (n == seqs - 1) s.places = min(places, most);
   return cuts;
@@ -96,17 +98,19 @@ struct FewUnit {
   int32_t heads, place, head, sequence;  // place: over all sequences
   int32_t segment, begin, end;           // segment and chunks of the sequence
   int32_t segments;
+  bool finer;  // of the cut for heads that merge
 
-  // -> there is such a segment
-  __device__ __forceinline__ bool set_cut(bool merging) {
+  __device__ __forceinline__ void find() {
     const FewSequence& of = s.sequence[sequence];
-    begin = min(segment * of.segment_chunks[merging], of.chunks);
-    end = min(begin + of.segment_chunks[merging], of.chunks);
-    segments = of.segments[merging];
-    return segment < segments;
+    segment = place - of.first_place;
+    finer = segment >= of.segments[0];
+    if (finer) segment -= of.segments[0];
+    begin = min(segment * of.segment_chunks[finer], of.chunks);
+    end = min(begin + of.segment_chunks[finer], of.chunks);
+    segments = of.segments[finer];
   }
   __device__ __forceinline__ bool is_last() const { return segment + 1 == segments; }
-  __device__ __forceinline__ uint8_t& merging() const { return s.merging[(place - segment) * heads + head]; }
+  __device__ __forceinline__ uint8_t& merging() const { return s.merging[s.sequence[sequence].first_place * heads + head]; }
   __device__ __forceinline__ float sum() const {
     const float* const first = decay + (s.sequence[sequence].slot + begin) * heads + head;
     return qla::plan::sum_in_order(end - begin, [&](int32_t c) { return first[c * heads]; });
@@ -114,7 +118,7 @@ struct FewUnit {
   __device__ __forceinline__ qla::plan::BasicStart<int32_t> start() const {
     const FewSequence& of = s.sequence[sequence];
     if (segment == 0) return {of.start, 0};
-    const float* const before = s.sum + of.first_place * heads + head;
+    const float* const before = s.sum + (place - segment) * heads + head;
     const float total = qla::plan::sum_in_order(segment, [&](int32_t c) { return before[c * heads]; });
     const float* const nearest = decay + (of.slot + begin - 1) * heads + head;
     auto start = qla::plan::start_at(begin, total, of.start != QLA_START_ZERO, a.rule,
@@ -196,14 +200,13 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   s.merging[threadIdx.x] = 0;
   __syncthreads();
   const int32_t unit = int32_t(threadIdx.x);
-  FewUnit u{a, s, s_decay, heads, 0, 0, 0, 0, 0, 0, 0};
+  FewUnit u{a, s, s_decay, heads, 0, 0, 0, 0, 0, 0, 0, false};
   bool mine = unit < s.places * heads;
   if (mine) {
     u.place = int32_t(uint32_t(unit) / uint32_t(heads));
     u.head = unit - u.place * heads;
     u.sequence = s.sequence_of[u.place];
-    u.segment = u.place - s.sequence[u.sequence].first_place;
-    mine = u.set_cut(false);
+    u.find();
   }
 
   ptx::grid_dependency_wait();
@@ -226,17 +229,13 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   }
   if (mine) s.sum[unit] = u.sum();
   __syncthreads();
-  if (a.rule.merged_chunks) {
-    if (mine && u.segment > 0 && u.is_last() && u.start().start == QLA_START_MERGED) u.merging() = 1;
-    __syncthreads();
-    if (unit < s.places * heads && u.merging()) {
-      mine = u.set_cut(true);
-      if (mine) s.sum[unit] = u.sum();
-    }
-    __syncthreads();
-  }
   qla::plan::BasicStart<int32_t> start{QLA_START_ZERO, 0};
   if (mine) start = u.start();
+  if (a.rule.merged_chunks) {  // the last boundary of the one cut says which of them the head has
+    if (mine && !u.finer && u.is_last() && start.start == QLA_START_MERGED) u.merging() = 1;
+    __syncthreads();
+    if (mine && u.finer != bool(u.merging())) mine = false, start = {QLA_START_ZERO, 0};
+  }
   const bool merged = start.start == QLA_START_MERGED;
   if (merged) atomicOr(&s.merged[(u.place >> 5) * heads + u.head], 1u << (u.place & 31));
   const int32_t bucket = merged * kBuckets + length_bucket(u.end - u.begin + start.warmup_chunks),
@@ -245,7 +244,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   const int32_t at = few_first(s, bucket) + in_bucket;
   // bad boundaries may make more entries than there is room for
   const FewSequence& of = s.sequence[u.sequence];
-  const int32_t first_entry = of.first_entry + u.head * few_entries(a, of.places), room = a.most_states - first_entry,
+  const int32_t first_entry = of.first_entry + u.head * few_entries(a, of), room = a.most_states - first_entry,
                 entries = mine ? u.entries() : 0;
   // The pre-pass walks this segment: S_ext of each piece, M where something is in front of it. The longer pieces come first.
   const int32_t pieces = qla::plan::pieces_of_segment(a.rule, u.segment), pre_items = 2 * pieces - (merged ? 0 : 1);
