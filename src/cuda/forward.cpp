@@ -191,6 +191,7 @@ segments::CutArgs cut_args(const Run& r) {
   a.need_bases = present(r.args.h) || present(r.args.state_checkpoints);
   a.most_states = int32_t(counts.end_states);
   a.most_units = int32_t(counts.units);
+  a.most_items = int32_t(counts.items / r.plan.choice.value_splits);
   a.units = b.units;
   a.pre_v_parts = int32_t(counts.pre_v_parts);
   a.pre_header = b.pre_header;

@@ -163,7 +163,7 @@ inline void time_planning() {
       c.rule = choice.rule;
       c.decay = decay.get();
       c.most_states = int32_t(states);
-      c.most_units = int32_t(items / choice.value_splits);
+      c.most_units = c.most_items = int32_t(items / choice.value_splits);
       c.units = units.get();
       c.pre_v_parts = 2;
       c.pre_header = pre_header.get();

@@ -85,6 +85,7 @@ Tables run(const Problem& p, const std::string& name) {
     c.rehearse = int32_t(p.heads % 2);
     c.most_states = int32_t(states);
     c.most_units = int32_t(most_units);
+    c.most_items = int32_t(segments * p.heads);
     c.units = units.get();
     c.pre_v_parts = p.v_parts;
     c.pre_header = pre_header.get();
@@ -392,7 +393,7 @@ int main(int argc, char** argv) {
     for (auto& x : p.cu)
       if (pick(0, 2) == 0) x = pick(-5000, 2 * p.tokens);
     p.cu[0] = -1;
-    inside(p, run(p, name), name + ", bad boundaries");
+    inside(p, run(p, name + ", bad boundaries"), name + ", bad boundaries");
   }
   for (int round = 0; round < (quick ? 4 : 24); round++) {  // both forms: lengths about the crossing, and exactly there
     std::vector<int64_t> lens(size_t(pick(2, 3)));

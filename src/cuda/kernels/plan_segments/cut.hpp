@@ -27,7 +27,8 @@ struct CutArgs {
   int32_t rehearse;     // 1: the intra-chunk stage leaves room for this CTA, or ends in several rounds
   int32_t need_bases;   // 1: chunk_base and checkpoint_base are used
   int32_t most_states;  // entries of S_ext; those of M follow
-  int32_t most_units;   // bound on segments over all heads
+  int32_t most_units;   // bound on segments over all heads, those of both cuts
+  int32_t most_items;   // .. of the main pass, in each part of V
   void* units;          // scratch, kUnitBytes each; unused where few
   int32_t pre_v_parts;  // V-split of the pre-pass
   PlanHeader* pre_header;

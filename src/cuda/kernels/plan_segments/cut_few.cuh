@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
 #pragma unroll 1
       for (item.v_part = 0; item.v_part < parts; item.v_part++, to++) store_item(to, item);
     };
-    put(a.plan.items + int64_t(at) * a.plan.v_parts, a.plan.v_parts);
+    if (at < a.most_items) put(a.plan.items + int64_t(at) * a.plan.v_parts, a.plan.v_parts);
     if (u.is_last()) {  // the head's chain
       const int32_t count = min(entries, room);
       if (count > 0) a.chains[atomicAdd(&s.chains, 1)] = {first_entry, count};
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
       a.plan.header->end_token = end_token;
       if (!a.heads) *a.uncut_header = header_without_items(a.plan.tokens);
     }
-    a.plan.header->num_items = items * a.plan.v_parts;
+    a.plan.header->num_items = min(items, a.most_items) * a.plan.v_parts;
     a.plan.header->next_item = 0;
     a.plan.header->num_merges = s.chains;
   }

@@ -63,6 +63,7 @@ cudaError_t launch_balanced(const Args& args, const gates::Args& gates, cudaStre
 cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) {
   if (few_cut(args.plan.num_seqs, args.most_units, args.plan.slots, args.plan.num_v_heads))
     return launch_one_cta(cut_few, std::max(64, (args.most_units + 63) / 64 * 64), args, stream);  // none without sequences
+  args.most_units = std::min(args.most_units, args.most_items);
   return launch_one_cta(cut_items, kCutThreads, args, stream);
 }
 cudaError_t launch_cut_passes(PassCutArgs& args, cudaStream_t stream) {
