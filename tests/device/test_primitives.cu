@@ -6,6 +6,7 @@
 #include <cstring>
 #include <random>
 
+#include "cuda/kernels/forward_fused/role_intra.cuh"
 #include "cuda/math/exp.cuh"
 #include "cuda/math/tril_inverse.cuh"
 #include "cuda/math/warp.cuh"
@@ -344,27 +345,39 @@ void test_warp() {
   check(kept, "max_keep_nan");
 }
 
-// ---- the exact inverse, ordinary and guarded, of a given strictly lower L (U = -L^T)
+// ---- the exact inverse, ordinary and guarded, of a given strictly lower L (U = -L^T), as the fused form has it: with K K^T of
+// the next chunk's keys between its products
+constexpr int kInverseBytes = kTileSmemBytes + FusedConfig::kExchangeBytes + 2 * FusedConfig::kPanelBytes;
 template <typename T, bool Guarded>
-__global__ void __launch_bounds__(128) inverse(const float* l, float* out, int* overflow) {
+__global__ void __launch_bounds__(128) inverse(const float* l, const T* keys, float* out, float* scores, int* overflow) {
   extern __shared__ __align__(1024) uint8_t s[];
-  const uint32_t tile = ptx::shared_address(s), ex = tile + 6144, su = ex + tril::kExBytes;
+  const uint32_t tile = ptx::shared_address(s), ex = tile + kTileSmemBytes, su = ex + tril::kExBytes;
+  const uint32_t stage = ex + FusedConfig::kExchangeBytes;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   for (int i = tid; i < 512; i += 128) ptx::sts4u(ex + 16 * i, 0, 0, 0, 0);
-  ptx::proxy_fence();
+  for (int i = tid; i < 64 * 128; i += 128)
+    *reinterpret_cast<T*>(s + (stage - tile) + i % 128 / 64 * FusedConfig::kPanelBytes +
+                          swizzle_128(i / 128 * 128 + i % 64 * 2)) = keys[i];
   __syncthreads();
+  const IntraChunk x{0, tile, ex, 1.f, lane, false, tril::Lane(lane), {}, {}, {}};
   for (int b = warp; b < 4; b++) {
-    float u[8];
-    for (int i = 0; i < 8; i++) {
-      const int row = 16 * b + i / 4 * 8 + fragment_col(lane) + i % 2, col = 16 * warp + lane / 4 + i / 2 % 2 * 8;
-      u[i] = row > col ? -l[row * 64 + col] : 0.f;
+    float u[8];  // the accumulators' block [j][i]
+    for (int n = 0; n < 8; n++) {
+      const int i = n / 4 * 8 + fragment_col(lane) + n % 2, j = lane / 4 + n / 2 % 2 * 8;
+      const int row = 16 * b + i, col = 16 * warp + j;
+      u[n] = row > col ? -l[row * 64 + col] : 0.f;
+      if (Guarded)
+        ptx::sts(ex + tril::guarded_block(b, warp) + (i * 16 + j) * 4, u[n]);
+      else if (b == warp)
+        ptx::sts(su + warp * tril::kBlockU + (j * tril::kPitchU + i) * 4, u[n]);
     }
-    if (Guarded)
-      tril::put_u_guarded(ex, u, b, warp, lane);
-    else if (b == warp)
-      tril::put_u_diagonal(su, u, warp, lane);
+    if (Guarded || b == warp) continue;
+    if (b == 1)
+      put_u_block<1>(x, u, warp);
+    else if (b == 2)
+      put_u_block<2>(x, u, warp);
     else
-      tril::put_u(ex, u, b, warp, lane);
+      put_u_block<3>(x, u, warp);
   }
   __syncthreads();
   bool poison = false;
@@ -373,14 +386,18 @@ __global__ void __launch_bounds__(128) inverse(const float* l, float* out, int* 
   } else {
     if (warp >= 2) tril::diagonal_inverses<T>(tile, ex, su, warp - 2, lane);
     ptx::proxy_fence();
-    ptx::named_sync(1, 128);
-    poison = tril::off_diagonal_blocks<T>(tile, ex, warp, tril::Lane(lane), 2);
+    ptx::named_sync(kIntraBarrier + 1, 128);
+    float acc[64];
+    poison = blocks_and_scores<T, false>(acc, x, uniform(stage), warp, x.at, kIntraBarrier + 2);
+    for (int i = 0; i < 32; i++)
+      scores[(16 * warp + lane / 4 + i / 2 % 2 * 8) * 64 + i / 4 * 8 + fragment_col(lane) + i % 2] = acc[i];
   }
   if (__syncthreads_or(poison) && tid == 0) *overflow = 1;
   for (int i = tid; i < 4096; i += 128) {
     const int row = i / 64, col = i % 64, w = col / 16;
     T x = from_float<T>(0.f);
-    if (w <= row / 16) x = *reinterpret_cast<T*>(s + panel_offset(w) + swizzle_32((row - 16 * w) * 32 + col % 16 * 2));
+    if (w <= row / 16)
+      x = *reinterpret_cast<T*>(s + tril::tile_block<true>(row / 16, w) + swizzle_32(row % 16 * 32 + col % 16 * 2));
     out[i] = to_float<T>(x);
   }
 }
@@ -390,10 +407,12 @@ void test_inverse(const char* name, double size, double limit, bool want_overflo
   std::uniform_real_distribution<float> d{static_cast<float>(least), static_cast<float>(size)};
   for (int i = 0; i < 64; i++)
     for (int j = 0; j < i; j++) l[i * 64 + j] = d(rng);
-  Device<float> dl(l), dout(4096);
+  const auto keys = random_values<T>(64 * 128);
+  Device<float> dl(l), dout(4096), dscores(4096);
+  Device<T> dkeys(keys);
   Device<int> dover(std::vector<int>{0});
-  cuda_ok(cudaFuncSetAttribute(inverse<T, Guarded>, cudaFuncAttributeMaxDynamicSharedMemorySize, 6144 + 14336), "attribute");
-  inverse<T, Guarded><<<1, 128, 6144 + 14336>>>(dl.get(), dout.get(), dover.get());
+  cuda_ok(cudaFuncSetAttribute(inverse<T, Guarded>, cudaFuncAttributeMaxDynamicSharedMemorySize, kInverseBytes), "attribute");
+  inverse<T, Guarded><<<1, 128, kInverseBytes>>>(dl.get(), dkeys.get(), dout.get(), dscores.get(), dover.get());
   cuda_ok(cudaDeviceSynchronize(), name);
   const auto out = dout.download();
   std::vector<double> x(4096, 0.0);
@@ -410,6 +429,16 @@ void test_inverse(const char* name, double size, double limit, bool want_overflo
     for (int i = 0; i < 4096; i++) worst = std::max(worst, std::isfinite(out[i]) ? std::abs(out[i] - x[i]) / largest : INFINITY);
   check(worst <= limit && overflow == want_overflow,
         std::string(name) + " error " + std::to_string(worst) + " largest " + std::to_string(largest));
+  if (Guarded) return;
+  const auto scores = dscores.download();
+  double off = 0;
+  for (int j = 0; j < 64; j++)
+    for (int i = 0; i < 64; i++) {
+      double exact = 0;
+      for (int d = 0; d < 128; d++) exact += value(keys[j * 128 + d]) * value(keys[i * 128 + d]);
+      off = std::max(off, std::abs(exact - double(scores[j * 64 + i])));
+    }
+  check(off < 1e-4, std::string(name) + ": K K^T between its products");
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 //   A = (I - U^T)^-1,  U strictly upper: U[j][i] = -(what row i of A takes from row j),  j < i.
 // Everything is transposed: warp w holds rows j = 16 w .. 16 w + 15 of U and of A^T, as wgmma's accumulators have them.
 //   1. the four 16 x 16 diagonal blocks T_b by substitution in fp32, one thread a column;
-//   2. the blocks below by two levels of fp16 products with fp32 sums,
+//   2. the blocks below by two levels of fp16 products with fp32 sums (forward_fused/role_intra.cuh: blocks_and_scores),
 //        A10^T = (T0^T U01) T1^T,  A32^T = (T2^T U23) T3^T,  A[2:4,0:2]^T = (Ta^T U[0:2,2:4]) Tb^T,   Ta, Tb: the 32 x 32
 //        inverses.
 // Never powers of U: with correlated keys they overflow or cancel (the inverse is small where they are large). fp16 has the
@@ -15,10 +15,8 @@
 #include <cstdint>
 
 #include "cuda/formats.hpp"
-#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/shared.cuh"
-#include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/pack.cuh"
 #include "cuda/tile/swizzle.cuh"
 
@@ -52,38 +50,28 @@ struct Lane {
   __device__ __forceinline__ explicit Lane(uint32_t lane) : tile(tile_lane(lane)), exchange(exchange_lane(lane)) {}
 };
 
+// z: a 16 x 16 accumulator block [j][i]; to rows i, columns j of the block at `at`
 template <typename T>
 __device__ __forceinline__ void store_block(uint32_t at, const float* z) {
   ptx::stmatrix_x4_trans(at, pack<T>(z[0], z[1]), pack<T>(z[2], z[3]), pack<T>(z[4], z[5]), pack<T>(z[6], z[7]));
 }
-// z: a 16 x 16 accumulator block [j][i]; to rows i, columns j of block (b, w) of the tile
-template <typename T, bool Spread = false>
-__device__ __forceinline__ void put_tile(uint32_t tile, const float* z, int b, int w, int lane) {
-  store_block<T>(tile + tile_block<Spread>(b, w) + tile_lane(lane), z);
-}
-// the same to rows n0 + i, k = k0 + j of an exchange region, in fp16
-__device__ __forceinline__ void put_exchange(uint32_t region, const float* z, int n0, int k0, int lane) {
-  store_block<__half>(region + 128 * n0 + (exchange_lane(lane) ^ 2 * k0), z);
-}
-// an off-diagonal block (b, w) of U, b > w, by warp w
-__device__ __forceinline__ void put_u(uint32_t ex, const float* u, int b, int w, int lane) {
-  if (b == 1)
-    put_exchange(ex + kExQ, u, 0, 0, lane);
-  else if (w == 2)
-    put_exchange(ex + kExQ, u, 0, 16, lane);
-  else
-    put_exchange(ex + kExP, u, 16 * (b - 2), 16 * w, lane);
-}
-// the diagonal block of warp w, fp32
-__device__ __forceinline__ void put_u_diagonal(uint32_t s_u, const float* u, int w, int lane) {
-  const uint32_t at = s_u + w * kBlockU + (lane / 4 * kPitchU + lane % 4 * 2) * 4;
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    ptx::sts2(at + 32 * h, u[4 * h], u[4 * h + 1]);
-    ptx::sts2(at + (8 * kPitchU + 8 * h) * 4, u[4 * h + 2], u[4 * h + 3]);
-  }
-}
 
+// Steps of a substitution in fp32: a row's sum takes four of the later rows, y, with their elements of U; and the four rows of a
+// group, x, what is between them: row 0's elements 1 .. 3, row 1's 2 and 3, row 2's 3.
+__device__ __forceinline__ void take_four(float& x, float4 u, const float* y) {
+  x += u.x * y[0];
+  x += u.y * y[1];
+  x += u.z * y[2];
+  x += u.w * y[3];
+}
+__device__ __forceinline__ void finish_four(float* x, float4 row0, float2 row1, float row2) {
+  x[2] += row2 * x[3];
+  x[1] += row1.y * x[3];
+  x[0] += row0.w * x[3];
+  x[1] += row1.x * x[2];
+  x[0] += row0.z * x[2];
+  x[0] += row0.y * x[1];
+}
 // Column c of (I - U^T)^-1 of one diagonal block, U row by row from shared memory (a broadcast); groups of four rows, so that
 // four chains run at once.
 __device__ __forceinline__ void substitute(float (&x)[16], uint32_t u, int c) {
@@ -95,26 +83,15 @@ __device__ __forceinline__ void substitute(float (&x)[16], uint32_t u, int c) {
 #pragma unroll
     for (int q = 3; q > m; q--) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float4 l = ptx::lds4(u + ((4 * m + i) * kPitchU + 4 * q) * 4);
-        x[4 * m + i] += l.x * x[4 * q];
-        x[4 * m + i] += l.y * x[4 * q + 1];
-        x[4 * m + i] += l.z * x[4 * q + 2];
-        x[4 * m + i] += l.w * x[4 * q + 3];
-      }
+      for (int i = 0; i < 4; i++) take_four(x[4 * m + i], ptx::lds4(u + ((4 * m + i) * kPitchU + 4 * q) * 4), x + 4 * q);
     }
     const float4 r0 = ptx::lds4(u + (4 * m * kPitchU + 4 * m) * 4), r1 = ptx::lds4(u + ((4 * m + 1) * kPitchU + 4 * m) * 4),
                  r2 = ptx::lds4(u + ((4 * m + 2) * kPitchU + 4 * m) * 4);
-    x[4 * m + 2] += r2.w * x[4 * m + 3];
-    x[4 * m + 1] += r1.w * x[4 * m + 3];
-    x[4 * m] += r0.w * x[4 * m + 3];
-    x[4 * m + 1] += r1.z * x[4 * m + 2];
-    x[4 * m] += r0.z * x[4 * m + 2];
-    x[4 * m] += r0.y * x[4 * m + 1];
+    finish_four(x + 4 * m, r0, make_float2(r1.z, r1.w), r2.w);
   }
 }
 // Two diagonal blocks, 2 half and 2 half + 1, by one warp: to the tile and as operands to the exchange regions.
-template <typename T, bool Spread = false>
+template <typename T>
 __device__ __forceinline__ void diagonal_inverses(uint32_t tile, uint32_t ex, uint32_t s_u, int half, int lane) {
   const int hi = lane / 16, c = lane % 16, b = 2 * half + hi;
   float t[16];
@@ -122,7 +99,7 @@ __device__ __forceinline__ void diagonal_inverses(uint32_t tile, uint32_t ex, ui
   // T0 and T1, or T2 and T3; T3 twice. The second half of a row of 32 bytes: ^ 16
   const uint32_t row = swizzle_128(c * 128 + 64);
   const uint32_t first = half == 0 ? ex + kExQ + (hi ? row : 2048 + (row ^ 64)) : ex + kExP + (hi ? 2048 + (row ^ 32) : row),
-                 second = ex + kExQ + 2048 + row, diagonal = tile + tile_block<Spread>(b, b) + swizzle_32(c * 32);
+                 second = ex + kExQ + 2048 + row, diagonal = tile + tile_block<true>(b, b) + swizzle_32(c * 32);
 #pragma unroll
   for (int q = 0; q < 2; q++) {
     const float* x = t + 8 * q;
@@ -142,80 +119,12 @@ __device__ __forceinline__ float sum_of_sizes(const float* z) {
   return ((fabsf(z[0]) + fabsf(z[1])) + (fabsf(z[2]) + fabsf(z[3]))) +
          ((fabsf(z[4]) + fabsf(z[5])) + (fabsf(z[6]) + fabsf(z[7])));
 }
-// The off-diagonal blocks; all four warps, between two barriers of theirs (`barrier`: one more inside). Returns whether this
-// thread met more than that, an inf or a NaN: an operand that overflowed poisons a whole row or column of a block that is looked
-// at.
-template <typename T, bool Spread = false>
-__device__ __forceinline__ bool off_diagonal_blocks(uint32_t tile, uint32_t ex, int warp, const Lane& at, int barrier) {
-  using ptx::wgmma_rs;
-  const uint64_t p = descriptor_k_major(ex + kExP), q = descriptor_k_major(ex + kExQ);
-  uint32_t ta[8], f[4];
-  float z1[8], z2[16], z3[16], size = 0.f;
-  const uint32_t from = warp == 0 ? at.exchange + kExQ + 2048 : (at.exchange ^ 64) + (warp == 1 ? kExQ : kExP);
-  ptx::ldmatrix_x4_trans(ex + from, f[0], f[1], f[2], f[3]);  // T_warp^T (of warp 3: not used)
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    ta[i] = warp ? 0 : f[i];
-    ta[4 + i] = warp ? f[i] : 0;
-  }
-  ptx::wgmma_fence();  // T0^T U01, T2^T U23
-#pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z1, ta + 4 * k, advance(q, 32 * k), k > 0);
-  ptx::wgmma_commit();
-  ptx::wgmma_wait();
-#pragma unroll
-  for (int i = 0; i < 4; i++) f[i] = pack<__half>(z1[2 * i], z1[2 * i + 1]);
-  ptx::wgmma_fence();  // .. T1^T, T3^T
-  wgmma_rs<__half, 0>(z2, f, advance(q, 64), 0);
-  ptx::wgmma_commit();
-  ptx::wgmma_wait();
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const uint32_t a10 = pack<__half>(z2[2 * i], z2[2 * i + 1]);
-    ta[4 + i] = warp ? ta[4 + i] : a10;
-  }
-  ptx::wgmma_fence();  // Ta^T U[0:2,2:4]
-#pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, advance(p, 32 * k), k > 0);
-  ptx::wgmma_commit();
-  if (warp == 0) {
-    store_block<T>(tile + tile_block<Spread>(1, 0) + at.tile, z2);
-    size = sum_of_sizes(z2);
-  }
-  if (warp == 2) {
-    store_block<__half>(ex + kExP + 2048 + (at.exchange ^ 64), z2 + 8);
-    ptx::proxy_fence();
-    store_block<T>(tile + tile_block<Spread>(3, 2) + at.tile, z2 + 8);
-    size = sum_of_sizes(z2 + 8);
-  }
-  ptx::wgmma_wait();
-  ptx::named_sync(barrier, 128);
-#pragma unroll
-  for (int i = 0; i < 8; i++) ta[i] = pack<__half>(z3[2 * i], z3[2 * i + 1]);
-  ptx::wgmma_fence();  // .. Tb^T
-#pragma unroll
-  for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, advance(p, 64 + 32 * k), k > 0);
-  ptx::wgmma_commit();
-  ptx::wgmma_wait();
-  if (warp < 2) {
-    store_block<T>(tile + tile_block<Spread>(2, warp) + at.tile, z2);
-    store_block<T>(tile + tile_block<Spread>(3, warp) + at.tile, z2 + 8);
-    size += sum_of_sizes(z2) + sum_of_sizes(z2 + 8);
-  }
-  return !(size < kLargest);
-}
-
 // ---- the guarded form: all in fp32. Needs 14 KiB: U's ten lower blocks [i][j], then 64 x 16 floats of the columns at work.
 inline constexpr int kGuardedBytes = 14336;
 __device__ __forceinline__ uint32_t guarded_block(int b, int w) { return (b * (b + 1) / 2 + w) * 1024; }
-__device__ __forceinline__ void put_u_guarded(uint32_t mem, const float* u, int b, int w, int lane) {
-  const int r = lane / 4, c = lane % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 8; i++) ptx::sts(mem + guarded_block(b, w) + ((i / 4 * 8 + c + i % 2) * 16 + r + i % 4 / 2 * 8) * 4, u[i]);
-}
 // 16 columns at a time: eight lanes a column share each row's sum. The caller synchronises before and after.
-template <typename T, bool Spread = false>
-__device__ __forceinline__ void guarded_inverse_inline(uint32_t tile, uint32_t mem, int tid) {
+template <typename T>
+__device__ __forceinline__ void guarded_inverse(uint32_t tile, uint32_t mem, int tid) {
   const int c = tid / 8, part = tid % 8;
   const uint32_t x = mem + 10240 + c * 4;  // x[row] at 64 row
   for (int w = 0; w < 4; w++) {
@@ -232,19 +141,13 @@ __device__ __forceinline__ void guarded_inverse_inline(uint32_t tile, uint32_t m
       if (part == 0) {
         ptx::sts(x + 64 * i, sum);
         const T value = from_float<T>(sum);
-        asm volatile("st.shared.b16 [%0], %1;" ::"r"(tile + tile_block<Spread>(w, w) + swizzle_32(i * 32 + c * 2)),
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(tile + tile_block<true>(w, w) + swizzle_32(i * 32 + c * 2)),
                      "h"(reinterpret_cast<const uint16_t&>(value))
                      : "memory");
       }
       __syncwarp();
     }
   }
-}
-
-// A kernel that redistributes registers (setmaxnreg) inlines it: a function may use more than its role has.
-template <typename T>
-__device__ __noinline__ void guarded_inverse(uint32_t tile, uint32_t mem, int tid) {
-  guarded_inverse_inline<T>(tile, mem, tid);
 }
 
 }  // namespace qla::cuda::tril

@@ -96,30 +96,15 @@ __device__ __forceinline__ void substitute_rows(float (&low)[8], float (&high)[1
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float4 l = ptx::lds4(u + place_u(4 * m + i, 4 * q));
-        high[4 * m + i] += l.x * high[4 * q];
-        high[4 * m + i] += l.y * high[4 * q + 1];
-        high[4 * m + i] += l.z * high[4 * q + 2];
-        high[4 * m + i] += l.w * high[4 * q + 3];
-        if (q > 1) continue;
-        low[4 * m + i] += l.x * low[4 * q];
-        low[4 * m + i] += l.y * low[4 * q + 1];
-        low[4 * m + i] += l.z * low[4 * q + 2];
-        low[4 * m + i] += l.w * low[4 * q + 3];
+        tril::take_four(high[4 * m + i], l, high + 4 * q);
+        if (q < 2) tril::take_four(low[4 * m + i], l, low + 4 * q);
       }
     }
     const float4 r0 = ptx::lds4(u + place_u(4 * m, 4 * m));
     const float2 r1 = ptx::lds2(u + place_u(4 * m + 1, 4 * m + 2));
     const float r2 = ptx::lds(u + place_u(4 * m + 2, 4 * m + 3));
-    const auto last = [&](float* x) {
-      x[2] += r2 * x[3];
-      x[1] += r1.y * x[3];
-      x[0] += r0.w * x[3];
-      x[1] += r1.x * x[2];
-      x[0] += r0.z * x[2];
-      x[0] += r0.y * x[1];
-    };
-    last(high + 4 * m);
-    if (m < 2) last(low + 4 * m);
+    tril::finish_four(high + 4 * m, r0, r1, r2);
+    if (m < 2) tril::finish_four(low + 4 * m, r0, r1, r2);
   }
 }
 

@@ -29,7 +29,7 @@ struct IntraChunk {
   __device__ __forceinline__ uint32_t pg() const { return abar + kTileSmemBytes; }
   __device__ __forceinline__ uint32_t u() const { return ex + tril::kExBytes; }
 };
-// (F6)'s and U's blocks, as tril::put_tile() and put_u() have them
+// (F6)'s blocks to the tile, U's to the exchange memory
 template <typename T>
 __device__ __forceinline__ void put_pg_block(const IntraChunk& x, const float* z, int b, int w) {
   tril::store_block<T>(x.pg() + tril::tile_block<true>(b, w) + x.at.tile, z);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void gates_and_diagonals(float (&acc)[64], IntraChunk
       fused_diagonal<Norm, Cut, 3>(acc, e, x);
     ptx::mbarrier_wait(pair_empty, parity);
     ptx::named_sync(kIntraBarrier, 128);
-    tril::diagonal_inverses<T, true>(x.abar, x.ex, x.u(), warp - 2, x.lane);
+    tril::diagonal_inverses<T>(x.abar, x.ex, x.u(), warp - 2, x.lane);
     if (warp == 2)
       fused_pg<T, Norm, 2, true>(acc, e, x, 2);
     else
@@ -193,7 +193,7 @@ __device__ __forceinline__ void redo_guarded(const IntraChunk& x, uint32_t keys,
     ptx::sts(x.ex + tril::guarded_block(b, w) + (at / 16 % 16 * 16 + at % 16) * 4, j < i ? -e * sum : 0.f);
   }
   ptx::named_sync(kIntraBarrier, 128);
-  tril::guarded_inverse_inline<T, true>(x.abar, x.ex, tid);
+  tril::guarded_inverse<T>(x.abar, x.ex, tid);
   ptx::named_sync(kIntraBarrier, 128);
 #pragma unroll 1
   for (int i = tid; i < tril::kExBytes / 16; i += 128) ptx::sts4u(x.ex + 16 * i, 0, 0, 0, 0);  // its standing zeros
@@ -284,8 +284,10 @@ __device__ __forceinline__ void score_products(float (&acc)[64], uint64_t kq) {
   ptx::wgmma_commit();
 }
 
-// tril::off_diagonal_blocks with the next chunk's K K^T between its products, whose chain leaves the tensor cores idle; after it
-// all products are done
+// The inverse's off-diagonal blocks, by all four warps between two barriers of theirs (`barrier`: one more inside), with the next
+// chunk's K K^T between its products, whose chain leaves the tensor cores idle; after it all products are done. Returns whether
+// this thread met entries that are too large (kLargest), an inf or a NaN: an operand that overflowed poisons a whole row or
+// column of a block that is looked at.
 template <typename T, bool Norm>
 __device__ __forceinline__ bool blocks_and_scores(float (&acc)[64], const IntraChunk& x, uint32_t next_stage, int warp,
                                                   const tril::Lane& at, int barrier) {
