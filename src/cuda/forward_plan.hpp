@@ -88,6 +88,10 @@ inline ForwardPlan plan_ranges(const PlanInput& in, int64_t range_slots, bool cu
   counts.cut = choice.rule.segment_chunks > 0;
   counts.units = plan::most_units(bounds.total_tokens, bounds.num_seqs, choice.rule) * bounds.num_v_heads;
   counts.end_states = plan::most_end_states(bounds, choice);
+  // A packing that may turn out whole has a list for that in any case: the pass over it waits for nothing that only a cut needs.
+  const int64_t equal = plan::ceil_div(shape.total_tokens, std::max<int64_t>(shape.num_seqs, 1) * plan::kChunkTokens);
+  if (can.mixed && counts.cut && !choice.fused && choice.uncut_splits == 0 && shape.num_seqs > 1 && !choice.rule.cuts(equal))
+    result.choice.uncut_splits = choice.value_splits;
   if (choice.uncut_splits > 0 && counts.end_states == 0) result.choice.uncut_splits = 0;  // too short a call to cut anything
   if (choice.fused && counts.cut) counts.uncut_items = in.problem.num_seqs * in.problem.num_v_heads;
   if (choice.uncut_splits > 0) counts.uncut_items = in.problem.num_seqs * in.problem.num_v_heads * choice.uncut_splits;
