@@ -172,7 +172,6 @@ bool cuts_early(const Run& r) {
 segments::CutArgs cut_args(const Run& r) {
   const ForwardBuffers& b = r.b;
   const ForwardCounts& counts = r.plan.counts;
-  const int multiprocessors = r.device.multiprocessors;
   segments::CutArgs a{};
   a.plan = plan_args(r);
   if (counts.uncut_items) {
@@ -183,11 +182,7 @@ segments::CutArgs cut_args(const Run& r) {
   }
   a.rule = r.plan.choice.rule;
   a.decay = present(r.args.saved) && !cuts_early(r) ? b.saved.decay : b.decay;
-  const int64_t intra_ctas = r.slots * r.p.num_k_heads * intra_parts(r.p, r.slots, r.device);
   a.early = cuts_early(r);
-  a.rehearse = a.early || intra_ctas <= int64_t(intra::kCtasPerSm - 1) * multiprocessors ||
-               intra_ctas > int64_t(intra::kCtasPerSm) * multiprocessors;
-  if (counts.fused) a.rehearse = r.slots * ((r.p.num_v_heads + gates::kHeads - 1) / gates::kHeads) < 4 * multiprocessors;
   a.need_bases = present(r.args.h) || present(r.args.state_checkpoints);
   a.most_states = int32_t(counts.end_states);
   a.most_units = int32_t(counts.units);

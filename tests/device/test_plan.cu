@@ -82,7 +82,6 @@ Tables run(const Problem& p, const std::string& name) {
     c.rule = p.rule;
     c.decay = decay.get() + p.first_slot * p.heads;
     c.need_bases = 1;
-    c.rehearse = int32_t(p.heads % 2);
     c.most_states = int32_t(states);
     c.most_units = int32_t(most_units);
     c.most_items = int32_t(segments * p.heads);

@@ -212,7 +212,7 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
       __syncthreads();
     }
   }
-  __device__ void write(bool store) {
+  __device__ void write() {
     for (int32_t u = threadIdx.x; u < num_units; u += kCutThreads) {
       const int j = find_job(u);
       const Job& job = s.jobs[j];
@@ -240,11 +240,11 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
       int32_t at = atomicAdd(&s.bucket[is_merged][length_bucket(walked)], a.plan.v_parts);
       for (int32_t part = 0; part < a.plan.v_parts; part++) {
         item.v_part = part;
-        if (store) store_item(a.plan.items + at + part, item);
+        store_item(a.plan.items + at + part, item);
       }
       if (needs_end) {  // S_ext, and M where the segment's own start is merged, too
         const int32_t entry = units[u].entry - 1;
-        if (store) a.transitions[entry] = is_merged;
+        a.transitions[entry] = is_merged;
         at = atomicAdd(&s.pre_items, a.pre_v_parts * (1 + is_merged));
         item.is_last = 0;
         item.start = is_merged ? QLA_START_ZERO : start;
@@ -252,7 +252,7 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
         for (int32_t part = 0; part < a.pre_v_parts * (1 + is_merged); part++) {
           if (part == a.pre_v_parts) item.start = kStartIdentity, item.start_index = a.most_states + entry;
           item.v_part = part % a.pre_v_parts;
-          if (store) store_item(a.pre_items + at + part, item);
+          store_item(a.pre_items + at + part, item);
         }
       }
       if (is_end) {  // the job's chain
@@ -261,9 +261,9 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
                       before = begin == u ? last : units[begin].entry - (merged(begin + 1) ? 1 : 0);
         if (last > before) {
           const int32_t chain = atomicAdd(&s.chains, 1);
-          if (store) a.chains[chain] = {before, last - before};
+          a.chains[chain] = {before, last - before};
         }
-        if (a.heads && store)
+        if (a.heads)
           a.heads[job.sequence * a.plan.num_v_heads + job.head] =
               uint8_t((last > before ? kHeadMerges : 0) | (last - before < segment ? kHeadForgets : 0));
       }
@@ -335,44 +335,35 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   for (int32_t n = threadIdx.x; n < int32_t(a.plan.num_seqs); n += kCutThreads)
     long_enough |= a.rule.cuts(run_of(a.plan, span_of(a.plan, n), n).chunks);
   if (answer(a, long_enough)) return;
-  // the rehearsal needs all of it in shared memory
-  const bool rehearse = a.rehearse && one_round && a.staged && a.most_units <= kStagedUnits;
-  if (rehearse)  // heads that forget, and one that does not: both ways are walked
-    for (int32_t i = threadIdx.x; i < gates; i += kCutThreads) s_decay[i] = i % a.plan.num_v_heads ? -1.f : 0.f;
   if (one_round) cutter.begin_round(0, jobs, all_units, 0);
+  ptx::grid_dependency_wait();
+  if (!a.early) ptx::grid_dependency_launch();
+  if (a.staged) stage_decay(s_decay, a.decay, gates);
+  for (int i = threadIdx.x; i < 2 * kBuckets; i += kCutThreads) s.bucket[i / kBuckets][i % kBuckets] = 0;
+  if (threadIdx.x == 0) s.pre_items = s.chains = s.states = 0;
+  __syncthreads();
+  int32_t before = 0;
 #pragma unroll 1
-  for (int run = rehearse ? 0 : 1; run < 2; run++) {
-    if (run == 1) {
-      ptx::grid_dependency_wait();
-      if (!a.early) ptx::grid_dependency_launch();
-      if (a.staged) stage_decay(s_decay, a.decay, gates);
+  for (int32_t from = 0; from < jobs; from += kCutThreads) {
+    if (!one_round) cutter.begin_round(from, jobs, all_units, before);
+    cutter.sums_and_starts();
+    cutter.count();
+    before += cutter.num_units;
+  }
+  if (threadIdx.x < 32) {  // counts to first positions
+    const int32_t through = counts_to_positions<2 * kBuckets / 32>(&s.bucket[0][0], int(threadIdx.x));
+    if (threadIdx.x == 31) {
+      a.plan.header->num_items = through;
+      a.plan.header->next_item = 0;
     }
-    for (int i = threadIdx.x; i < 2 * kBuckets; i += kCutThreads) s.bucket[i / kBuckets][i % kBuckets] = 0;
-    if (threadIdx.x == 0) s.pre_items = s.chains = s.states = 0;
-    __syncthreads();
-    int32_t before = 0;
+  }
+  __syncthreads();
+  before = 0;
 #pragma unroll 1
-    for (int32_t from = 0; from < jobs; from += kCutThreads) {
-      if (!one_round) cutter.begin_round(from, jobs, all_units, before);
-      cutter.sums_and_starts();
-      cutter.count();
-      before += cutter.num_units;
-    }
-    if (threadIdx.x < 32) {  // counts to first positions
-      const int32_t through = counts_to_positions<2 * kBuckets / 32>(&s.bucket[0][0], int(threadIdx.x));
-      if (threadIdx.x == 31 && run == 1) {
-        a.plan.header->num_items = through;
-        a.plan.header->next_item = 0;
-      }
-    }
-    __syncthreads();
-    before = 0;
-#pragma unroll 1
-    for (int32_t from = 0; from < jobs; from += kCutThreads) {
-      if (!one_round) cutter.begin_round(from, jobs, all_units, before);
-      cutter.write(run == 1);
-      before += cutter.num_units;
-    }
+  for (int32_t from = 0; from < jobs; from += kCutThreads) {
+    if (!one_round) cutter.begin_round(from, jobs, all_units, before);
+    cutter.write();
+    before += cutter.num_units;
   }
   if (threadIdx.x == 0) {
     if (a.uncut_header) {

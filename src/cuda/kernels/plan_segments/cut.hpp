@@ -24,7 +24,6 @@ struct CutArgs {
   const float* decay;   // [slot][HV] of chunk_intra
   int32_t staged;       // 1: decay fits in shared memory
   int32_t early;        // 1: decay comes from chunk_decay, and what is launched next runs beside this kernel
-  int32_t rehearse;     // 1: the intra-chunk stage leaves room for this CTA, or ends in several rounds
   int32_t need_bases;   // 1: chunk_base and checkpoint_base are used
   int32_t most_states;  // entries of S_ext; those of M follow
   int32_t most_units;   // bound on segments over all heads, those of both cuts
