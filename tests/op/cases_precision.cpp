@@ -302,6 +302,20 @@ std::vector<Case> precision_cases() {
          .edit = [](Sample& s, Random& r) { s.in.beta = r.normals(static_cast<int64_t>(s.in.beta.size()), 2); },
          .hard = true,
          .emulator = {1e-2, 2e-2}});
+  // .. and beta |k|^2 up to 4: the state grows, and roundings with it, in cut and uncut calls alike (docs/numerics.md)
+  add({.recipe = "BR23",
+       .name = "longer keys",
+       .T = 512,
+       .dtypes = {kBf16, kFp16, kF32, kF64},
+       .gate = gates::zero(),
+       .edit =
+           [](Sample& s, Random& r) {
+             for (double& x : s.in.k) x *= 2;
+             for (double& x : s.in.beta) x = r.uniform();
+           },
+       .calls = {{}, uncut(), merged(2), fixed(3)},
+       .hard = true,
+       .emulator = {2e-2, 2e-2}});
   // BR-25 types of g and beta
   for (const int32_t g : {kF32, kBf16, kFp16})
     for (const int32_t beta : {kF32, kBf16, kFp16})
