@@ -280,3 +280,28 @@ def test_hooks_on_saved_tensors_may_change_strides(device: Device) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x):
         hooked = gradient()
     assert torch.equal(plain, hooked) and torch.equal(plain, gradient())
+
+
+@pytest.mark.br(48)
+def test_directional_derivatives(device: Device) -> None:
+    """1,000 tokens, two value heads a key head: along its own direction and along a random one, each gradient says how the loss
+    changes. Central differences of the float64 forward on the CPU, so that no adjoint written by hand is asked."""
+    inputs = device.inputs(1000, seed=1048)
+    do, dht = upstream(inputs)
+    grads = run(inputs, do, dht)
+    wide = {name: x.detach().double().cpu() for name, x in inputs.items()}
+    weights = do.double().cpu(), dht.double().cpu()
+
+    def loss(name: str, step: torch.Tensor) -> float:
+        o, ht = qla.chunk_gated_delta_rule(**{**wide, name: wide[name] + step}, output_final_state=True, auto_cp=False)
+        return float((o * weights[0]).sum() + (ht * weights[1]).sum())
+
+    make = torch.Generator().manual_seed(1048)
+    limit = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[device.dtype]
+    for name, x in wide.items():
+        grad = grads[GRADS[name]].double().cpu()
+        for kind, direction in (("its own", grad), ("a random", torch.randn(x.shape, generator=make, dtype=torch.float64))):
+            step = direction * (1e-4 * x.norm() / direction.norm())
+            change = (loss(name, step) - loss(name, -step)) / 2
+            said = float((grad * step).sum())
+            assert abs(said - change) <= limit * float(grad.norm() * step.norm()), f"{name}, {kind} direction: {said}, {change}"
