@@ -45,3 +45,8 @@ def test_shell_line(line):
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
         assert target.startswith("http") or (ROOT / target).exists(), f"README links to {target}, which is not there"
+
+
+def test_measured_figures_are_the_tables():
+    done = subprocess.run([sys.executable, str(ROOT / "tools/readme_figures.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
