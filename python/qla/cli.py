@@ -38,8 +38,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--heads" in words[:-1]:  # 2 8, or 2,8 as the tables write them
+        at = words.index("--heads") + 1
+        words[at : at + 1] = words[at].split(",")
     top = parser()
-    args = top.parse_args(argv)
+    args = top.parse_args(words)
     if args.command is None:
         top.print_help(sys.stderr)
         return 2

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequence lengths in tokens: 4096; 1024+7168 or 1024 7168, two packed sequences; 8192x4, four of 8192",
     )
     parser.add_argument(
-        "--heads", type=int, nargs=2, default=(2, 8), metavar=("HK", "HV"), help="key and value heads (default 2 8)"
+        "--heads", type=int, nargs=2, default=(2, 8), metavar=("HK", "HV"), help="key and value heads, 2 8 or 2,8 (the default)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the tensors (default bf16)")
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu", help="whose plan; cuda also without a GPU")

@@ -64,6 +64,11 @@ def test_plan_for_a_gpu_names_its_workspace():
     assert re.search(r"workspace 268435456 bytes, in \d+ ranges", done.stdout), done.stdout  # QLA_FORWARD_MIB's default
 
 
+def test_heads_with_a_comma():
+    apart, together = (run("plan", "--heads", *heads, "1x8192", "--backend", "cuda") for heads in (("16", "32"), ("16,32",)))
+    assert apart.returncode == 0 and together.stdout == apart.stdout, together.stderr
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
