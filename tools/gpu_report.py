@@ -64,7 +64,7 @@ def sanitizer_verdicts(jobs: list[Job], tools: tuple[str, ...]) -> dict[str, str
             found = sum(int(match[1]) for match in matches if match)
             failed = any(job.code and not match for job, match in zip(mine, matches))
             verdicts[tool] = f"{found} reports" if found else "failed to run" if failed else "clean"
-            reporting = {job.name.partition(".")[2] for job, match in zip(mine, matches) if match and int(match[1])}
+            reporting = {job.name.split(".")[1] for job, match in zip(mine, matches) if match and int(match[1])}
             if tool == "racecheck" and reporting and reporting <= listed_programs():
                 verdicts[tool] = f"listed: {found} reports, all in programs that docs/gpu/racecheck.md explains"
     return verdicts

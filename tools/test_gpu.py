@@ -44,6 +44,7 @@ SANITIZED = {
     "qla_device_test_forward_balanced": ["quick"],
     "qla_device_test_chunk_intra": ["quick"],
 }
+RACECHECK_SHARDS = 3  # of qla_test_op, the longest of all sanitizer runs
 ARCHIVE_SECONDS = 15.0  # between two versions of the archive: what a machine that goes away takes along
 
 
@@ -150,7 +151,11 @@ class Session:
         for name in SANITIZERS if tool else ():
             for program, chosen in [(p, words) for pattern, words in SANITIZED.items() for p in self.programs(pattern)]:
                 command = [str(tool), "--tool", name, "--error-exitcode", "99", "--print-limit", "10000", str(program), *chosen]
-                jobs.append(Job(f"{name}.{program.name}", command, name, timeout=100.0))
+                shards = RACECHECK_SHARDS if (name, program.name) == ("racecheck", "qla_test_op") else 1
+                for shard in range(shards):
+                    extra = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)} if shards > 1 else {}
+                    label = f"{name}.{program.name}" + (f".{shard}" if shards > 1 else "")
+                    jobs.append(Job(label, command, name, extra))
         return jobs
 
     def jobs(self) -> list[Job]:

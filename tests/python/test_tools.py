@@ -128,6 +128,23 @@ def test_gpu_record_belongs_to_the_sources(tree):
     assert check().returncode == 0 and "no machine was free" in check().stdout
 
 
+def test_racechecks_reports_count_as_listed_by_their_program(tmp_path):
+    code = """
+import sys
+from gpu_jobs import Job
+from gpu_report import sanitizer_verdicts
+found = "RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)"
+jobs = [Job(f"racecheck.{name}", [], "racecheck", code=99, text=found) for name in sys.argv[1:]]
+print(sanitizer_verdicts(jobs, ("racecheck",))["racecheck"])
+"""
+
+    def verdict(*names: str) -> str:
+        return subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, cwd=TOOLS, check=True).stdout
+
+    assert verdict("qla_test_op.0", "qla_test_op.1", "qla_device_test_forward").startswith("listed: 9 reports")
+    assert verdict("qla_test_op.0", "qla_device_test_nobody") == "6 reports\n"
+
+
 def test_file_check_refuses_length_and_blanks(tmp_path):
     shutil.copytree(TOOLS, tmp_path / "tools")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
