@@ -9,12 +9,12 @@
 // vectors and record, then the inverse (inverse.cuh) from the fragments: four heads at a time, of one item or two.
 //
 // Barriers                        guards
-//   kq (mbarrier, tx)             s_kq: loaded
+//   kq (mbarrier, tx)             s_kq: loaded; without Q two of them, of items in turn
 //   vectors [2] (mbarrier)        s_vec of an item: all heads' there. A warp writes its own place in it, so that only the scores
 //   must
 //                                 have let go of it: they have when the next item's fragments are there.
-//   full [2] (mbarrier)           s_kk, s_norm of an item, and s_item of the one after the next: there
-//   empty [2] (mbarrier)          .. its heads' inverses have let go of s_kk and s_norm
+//   full [places] (mbarrier)      s_kk, s_norm of an item, and s_item of the one after the next: there
+//   empty [places] (mbarrier)     .. its heads' inverses have let go of s_kk and s_norm
 //   kScores (128), in turn        all products are done: s_kq is free, and tiles of s_pg, which the copies have read;
 //                                 s_pg written;  with norms: s_norm;  with a tail: zeros
 //
@@ -45,7 +45,8 @@ namespace qla::cuda::intra {
 
 inline constexpr int kScores = 1;  // named barrier of the scores' warpgroup
 // 8 bytes each
-inline constexpr int kBarKq = kSmemBar, kBarVectors = kSmemBar + 16, kBarFull = kSmemBar + 32, kBarEmpty = kSmemBar + 48;
+inline constexpr int kBarKq = kSmemBar, kBarVectors = kSmemBar + 16, kBarFull = kSmemBar + 32,
+                     kBarEmpty = kBarFull + 8 * kMostPlaces;
 
 struct Item {
   int64_t token;                                 // inside its batch row
@@ -80,14 +81,15 @@ __device__ __forceinline__ Item decode_item(const Args& a, Cursor at, int4 recor
   return it;
 }
 
-// one thread
+// one thread; place: 0, without Q of the item's parity
 template <bool WithPg>
-__device__ __forceinline__ void load_tiles(uint32_t smem, uint32_t bar, const CUtensorMap& map_k, const CUtensorMap& map_q,
+__device__ __forceinline__ void load_tiles(uint32_t smem, uint32_t place, const CUtensorMap& map_k, const CUtensorMap& map_q,
                                            const Item& it) {
+  const uint32_t bar = smem + kBarKq + 8 * place;
   ptx::mbarrier_arrive_expect(bar, WithPg ? 32768 : 16384);
 #pragma unroll
   for (int p = 0; p < 2; p++) {
-    ptx::tensor_load_4d(smem + kSmemKq + p * 16384, &map_k, 64 * p, it.k_head, int(it.token), it.batch, bar);
+    ptx::tensor_load_4d(smem + kSmemKq + p * 16384 + place * 8192, &map_k, 64 * p, it.k_head, int(it.token), it.batch, bar);
     if (WithPg) ptx::tensor_load_4d(smem + kSmemKq + p * 16384 + 8192, &map_q, 64 * p, it.k_head, int(it.token), it.batch, bar);
   }
 }
@@ -116,10 +118,11 @@ __device__ __forceinline__ float2 read_raw(uint32_t slots, const View& view, con
 
 // rows past the chunk's end: 0, whatever lay there
 template <bool WithPg>
-__device__ __noinline__ void zero_tail(uint32_t smem, int rows, int tid) {
+__device__ __noinline__ void zero_tail(uint32_t smem, int place, int rows, int tid) {
   for (int i = tid; i < 4 * 64 * 8; i += 128) {
     const int row = i / 8 % 64, tile = i / 512;
-    if (row >= rows && (WithPg || tile % 2 == 0)) ptx::sts4u(smem + kSmemKq + tile * 8192 + row * 128 + i % 8 * 16, 0, 0, 0, 0);
+    if (row >= rows && (WithPg || tile % 2 == place))
+      ptx::sts4u(smem + kSmemKq + tile * 8192 + row * 128 + i % 8 * 16, 0, 0, 0, 0);
   }
   ptx::proxy_fence();
   ptx::named_sync(kScores, 128);
@@ -127,13 +130,13 @@ __device__ __noinline__ void zero_tail(uint32_t smem, int rows, int tid) {
 
 // inverse norms of the rows of K, with Q of those of Q, too; a thread a row. Runs under the products.
 template <typename T, bool WithPg>
-__device__ __forceinline__ void norms(uint32_t smem, uint32_t out, int tid) {
+__device__ __forceinline__ void norms(uint32_t tiles, uint32_t out, int tid) {
   const int row = tid % 64, which = tid / 64;
   if (which && !WithPg) return;
   float sum[4] = {};
 #pragma unroll 2
   for (int i = 0; i < 16; i++) {
-    const uint4 x = ptx::lds4u(smem + kSmemKq + i / 8 * 16384 + which * 8192 + swizzle_128(row * 128 + i % 8 * 16));
+    const uint4 x = ptx::lds4u(tiles + i / 8 * 16384 + which * 8192 + swizzle_128(row * 128 + i % 8 * 16));
     const float2 f0 = unpack<T>(x.x), f1 = unpack<T>(x.y), f2 = unpack<T>(x.z), f3 = unpack<T>(x.w);
     sum[0] = fmaf(f0.x, f0.x, fmaf(f0.y, f0.y, sum[0]));
     sum[1] = fmaf(f1.x, f1.x, fmaf(f1.y, f1.y, sum[1]));
@@ -308,8 +311,8 @@ struct ChosenWalk {
 
 // K [K;Q]^T (or K K^T alone) of all 128 features
 template <typename T, int Regs>
-__device__ __forceinline__ void scores_product(float (&acc)[Regs], uint32_t smem) {
-  const uint64_t k = descriptor_k_major(smem + kSmemKq);
+__device__ __forceinline__ void scores_product(float (&acc)[Regs], uint32_t tiles) {
+  const uint64_t k = descriptor_k_major(tiles);
   ptx::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -360,42 +363,47 @@ template <typename T, bool WithPg, bool MayChoose>
 __device__ __forceinline__ void scores_role(const Args& a, Walk& walk, ChosenWalk& chosen, Item* s_item, uint32_t smem,
                                             const CUtensorMap& map_k, const CUtensorMap& map_q) {
   const int tid = threadIdx.x % 128, lane = tid % 32, warp = tid / 32;
+  constexpr int kPlaces = places(WithPg);
   const uint32_t tiles = smem + kSmemPg;
   const bool normalise = a.flags & QLA_FLAG_QK_L2NORM;
   int first_warp = 0;  // that has the item's first head
 #pragma unroll 1
   for (int n = 0;; n++) {
-    const Item it = s_item[n % 4];
+    const Item it = s_item[n % kItems];
     if (it.heads == 0) break;
-    const uint32_t odd = n % 2, parity = n / 2 % 2;
-    if (n >= 2) ptx::mbarrier_wait(smem + kBarEmpty + odd * 8, parity ^ 1);
-    ptx::mbarrier_wait(smem + kBarKq, odd);
-    if (it.rows < 64) zero_tail<WithPg>(smem, it.rows, tid);
+    const uint32_t odd = n % 2, parity = n / 2 % 2, place = n % kPlaces, tile_place = WithPg ? 0 : odd;
+    if (n >= kPlaces) ptx::mbarrier_wait(smem + kBarEmpty + place * 8, (n / kPlaces & 1) ^ 1);
+    ptx::mbarrier_wait(smem + kBarKq + tile_place * 8, WithPg ? odd : parity);
+    if (it.rows < 64) zero_tail<WithPg>(smem, tile_place, it.rows, tid);
     float acc[WithPg ? 64 : 32];
-    scores_product<T>(acc, smem);
+    const uint32_t kq = smem + kSmemKq + tile_place * 8192;
+    scores_product<T>(acc, kq);
     if (MayChoose && a.heads) {
       if (warp == 0) {
         const Item next = chosen.take(lane);
-        if (lane == 0) s_item[(n + 2) % 4] = next;
+        if (lane == 0) s_item[(n + 2) % kItems] = next;
       }
     } else if (tid == 0) {
-      s_item[(n + 2) % 4] = walk.take_asked();
+      s_item[(n + 2) % kItems] = walk.take_asked();
     }
     __syncwarp();
-    const uint32_t norm = smem + kSmemNorm + odd * 512;
+    const uint32_t norm = smem + kSmemNorm + place * 512;
     if (normalise) {
-      norms<T, WithPg>(smem, norm, tid);
+      norms<T, WithPg>(kq, norm, tid);
       ptx::named_sync(kScores, 128);
     }
     if (WithPg && lane == 0) ptx::bulk_wait_read();
     __syncwarp();
     ptx::wgmma_wait();
     ptx::named_sync(kScores, 128);
-    if (tid == 0 && s_item[(n + 1) % 4].heads) load_tiles<WithPg>(smem, smem + kBarKq, map_k, map_q, s_item[(n + 1) % 4]);
+    if (tid == 0) {
+      const Item& next = s_item[(n + (WithPg ? 1 : 2)) % kItems];
+      if (next.heads) load_tiles<WithPg>(smem, tile_place, map_k, map_q, next);
+    }
     if (normalise) scale_by_norms(acc, norm, warp, lane);
-    put_fragments(smem + kSmemKk + odd * 10 * kFragmentBytes, acc, warp, lane);
+    put_fragments(smem + fragments(WithPg, place), acc, warp, lane);
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(smem + kBarFull + odd * 8);
+    if (lane == 0) ptx::mbarrier_arrive(smem + kBarFull + place * 8);
     if constexpr (WithPg) {
       if (a.pg == nullptr) continue;
       float* p = acc + 32;
@@ -426,16 +434,17 @@ __device__ __forceinline__ void scores_role(const Args& a, Walk& walk, ChosenWal
 
 template <typename T, bool WithPg, bool Gated>
 __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, uint32_t smem) {
+  constexpr int kPlaces = places(WithPg);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t tile = smem + kSmemAbar + warp * kTileBytes, raw = smem + kSmemRaw + warp * 1024;
   int head = warp;  // of the item's heads this warp has this one; beyond its last: none
   if (head < s_item[0].heads) load_gates<Gated>(raw, a, s_item[0], head, lane);
 #pragma unroll 1
   for (int n = 0;; n++) {
-    const Item it = s_item[n % 4];
+    const Item it = s_item[n % kItems];
     if (it.heads == 0) break;
     const bool mine = head < it.heads;
-    const uint32_t odd = n % 2, parity = n / 2 % 2;
+    const uint32_t odd = n % 2, place = n % kPlaces;
     const uint32_t vec = smem + kSmemVec + (odd * kHeads + warp) * kHeadFloats * 4;
     if (mine) {
       ptx::cp_async_wait_all();
@@ -445,19 +454,19 @@ __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, 
     __syncwarp();
     if (WithPg && a.pg && lane == 0) ptx::mbarrier_arrive(smem + kBarVectors + odd * 8);  // else nobody waits for it
     const int next = (head - it.heads) & 3;
-    const Item& after = s_item[(n + 1) % 4];
+    const Item& after = s_item[(n + 1) % kItems];
     if (next < after.heads) load_gates<Gated>(raw, a, after, next, lane);
-    ptx::mbarrier_wait(smem + kBarFull + odd * 8, parity);
+    ptx::mbarrier_wait(smem + kBarFull + place * 8, n / kPlaces & 1);
     if (mine) {
-      const uint32_t kk = smem + kSmemKk + odd * 10 * kFragmentBytes;
-      if (Gated && a.vec) put_record(smem + kSmemNorm + odd * 512, vec, a, it, head, lane);
+      const uint32_t kk = smem + fragments(WithPg, place);
+      if (Gated && a.vec) put_record(smem + kSmemNorm + place * 512, vec, a, it, head, lane);
       if (a.decay) put_decay(kk, vec, a, it, head, lane);
       wait_for_tile(lane);
       if (head_inverse<T, Gated>(kk, vec, tile, lane)) [[unlikely]]
         guarded_head<T, Gated>(kk, vec, tile, smem + kSmemX + 1024 * warp, lane);
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(smem + kBarEmpty + odd * 8);
+    if (lane == 0) ptx::mbarrier_arrive(smem + kBarEmpty + place * 8);
     if (mine) {
       if constexpr (Gated)
         store_tile(a.abar + (int64_t(it.slot) * a.num_v_heads + it.v_head + head) * kTileBytes, tile, lane);
@@ -477,9 +486,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const uint32_t smem = ptx::shared_address(s_all);
   Item* s_item = reinterpret_cast<Item*>(s_all + kSmemItem);
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(smem + kBarKq, 1);
     for (int i = 0; i < 2; i++) {
+      ptx::mbarrier_init(smem + kBarKq + 8 * i, 1);
       ptx::mbarrier_init(smem + kBarVectors + 8 * i, 4);
+    }
+    for (int i = 0; i < kMostPlaces; i++) {
       ptx::mbarrier_init(smem + kBarFull + 8 * i, 4);
       ptx::mbarrier_init(smem + kBarEmpty + 8 * i, 4);
     }
@@ -513,7 +524,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       const Item first = chosen.take(int(threadIdx.x)), second = chosen.take(int(threadIdx.x));
       if (threadIdx.x == 0) {
         s_item[0] = first, s_item[1] = second;
-        if (first.heads) load_tiles<WithPg>(smem, smem + kBarKq, map_k, map_q, first);
+        if (first.heads) load_tiles<WithPg>(smem, 0, map_k, map_q, first);
+        if (!WithPg && second.heads) load_tiles<WithPg>(smem, 1, map_k, map_q, second);
       }
     }
   } else if (threadIdx.x == 0) {
@@ -527,9 +539,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
     const Cursor first = walk.at;
     s_item[0] = walk.take(record);
-    if (s_item[0].heads) load_tiles<WithPg>(smem, smem + kBarKq, map_k, map_q, s_item[0]);
+    if (s_item[0].heads) load_tiles<WithPg>(smem, 0, map_k, map_q, s_item[0]);
     if (a.makes_plan) walk.at.slot = a.slots;  // a CTA an item
     s_item[1] = walk.take(a.makes_plan || s_item[0].slot == first.slot ? second : walk.load(walk.at));
+    if (!WithPg && s_item[1].heads) load_tiles<WithPg>(smem, 1, map_k, map_q, s_item[1]);
     walk.ask();
   }
   __syncthreads();
