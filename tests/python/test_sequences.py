@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
 import qla
 from common import Device, assert_close, assert_equal, check, reference, run, subprocess_python, upstream
+from qla import _call
 from qla.testing import recurrent_gated_delta_rule, relative_l2
 
 PER_TOKEN = ("q", "k", "v", "g", "beta")
@@ -275,3 +277,54 @@ def test_states_from_an_unset_flag(device: Device) -> None:
     actual = run(poisoned, do, dht, cu_seqlens=device.cu(*cu), has_initial_state=has)
     assert_close(actual, expected, device.dtype)
     assert not actual["dh0"][1].any()
+
+
+GUARD = 1 << 16  # bytes before and behind whatever a call allocates
+
+
+@pytest.mark.br(44)
+@pytest.mark.parametrize(
+    ("heads", "tokens", "sequences"),
+    [((2, 8), 8192, 1), ((2, 8), 8192, 3), ((16, 16), 8192, 1), ((16, 32), 8192, 2), ((8, 24), 8192, 2)]  # cut
+    + [((16, 48), 4096, 2), ((16, 64), 2048, 8), ((32, 32), 1024, 40), ((2, 8), 130, 3)],  # both forms, balanced, many, direct
+)
+def test_boundaries_that_make_no_sense_on_a_device(
+    device: Device, heads: tuple[int, int], tokens: int, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks at them there: the results mean nothing, but nothing outside outputs and workspace is written, the call comes
+    back, and the next one is right."""
+    if device.name == "cpu":
+        pytest.skip("refused: test_wrong_argument")
+    held: list[tuple[torch.Tensor, int]] = []
+
+    def empty_of(cuda: int):
+        def empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            size = (1 + sum((n - 1) * s for n, s in zip(shape, stride))) * dtype.itemsize if min(shape, default=1) else 0
+            buffer = torch.full((size + 2 * GUARD,), 0xAB, dtype=torch.uint8, device=device.name)
+            held.append((buffer, size))
+            return buffer[GUARD : GUARD + size].view(dtype).as_strided(shape, stride)
+
+        return empty
+
+    monkeypatch.setattr(_call, "_empty_of", empty_of)
+    inputs = device.inputs(tokens, heads, sequences=sequences)
+    inputs["g"][:, :, 0] = 0.0  # a head that merges
+    do, dht = upstream(inputs, sequences)
+    good = device.cu(*(tokens * n // sequences for n in range(sequences + 1)))
+    expected = run(inputs, do, dht, cu_seqlens=good)
+    draw = random.Random(tokens + sequences)
+    values = (-(2**31), -5, 0, 1, 63, 64, tokens // 2, tokens - 1, tokens, tokens + 1, tokens + 640, 2**31 - 1)
+    for auto_cp in (True, True, True, "exact", "exact", False, False):
+        bad = device.cu(*(draw.choice(values) for _ in range(sequences + 1)))
+        for gradients in (True, False):
+            held.clear()
+            if gradients:
+                run(inputs, do, dht, cu_seqlens=bad, auto_cp=auto_cp)
+            else:
+                with torch.no_grad():
+                    qla.chunk_gated_delta_rule(**inputs, cu_seqlens=bad, output_final_state=True, auto_cp=auto_cp)
+            torch.cuda.synchronize()
+            for buffer, size in held:
+                outside = torch.cat([buffer[:GUARD], buffer[GUARD + size :]])
+                assert (outside == 0xAB).all(), f"{bad.tolist()}, auto_cp {auto_cp}: bytes beside an allocation of {size} changed"
+    assert_equal(run(inputs, do, dht, cu_seqlens=good), expected)
