@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "op/cases.hpp"
 
@@ -36,6 +37,12 @@ std::vector<int64_t> long_tail(int shuffle, int64_t longest) {
   Random order(2037 + shuffle);
   std::shuffle(lengths.begin(), lengths.end(), order.engine());
   return lengths;
+}
+
+int64_t longest(const Case& c) {
+  int64_t most = c.cu.empty() ? c.T : 0;
+  for (size_t n = 1; n < c.cu.size(); ++n) most = std::max(most, c.cu[n] - c.cu[n - 1]);
+  return most;
 }
 
 }  // namespace
@@ -166,6 +173,18 @@ std::vector<Case> shape_cases() {
     c.H = 32, c.HV = 32, c.K = c.V = 8, c.dtypes = {kF32};
     add(c);
     add({.recipe = "BR52", .name = "B 70000", .B = 70000, .T = 1, .H = 1, .HV = 1, .K = 8, .V = 8, .dtypes = {kF32}});
+  }
+  // .. and all of that where there is something to cut, by warm-up or merge as the gates say, and by merges alone
+  for (Case& c : table) {
+    if (longest(c) <= 64) continue;
+    Options cut = c.calls.front();
+    cut.cp_mode = QLA_CP_FIXED;
+    cut.cp_segment_chunks = longest(c) > 2048 ? 8 : 1;
+    cut.name = "cut, " + cut.name;
+    c.calls.push_back(cut);
+    cut.cp_threshold = -std::numeric_limits<double>::infinity();
+    cut.name = "merged, " + cut.name;
+    c.calls.push_back(cut);
   }
   return table;
 }
