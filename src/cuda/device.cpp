@@ -42,7 +42,7 @@ int count_devices() {
 
 const Device& device_of(int ordinal) {
   QLA_CHECK(ordinal >= 0 && ordinal < kMaxDevices, "device: expected a CUDA ordinal from 0 to ", kMaxDevices - 1, ", got ",
-            ordinal);
+            ordinal, "; pass the tensors' device");
   Entry& e = entry(ordinal);
   if (e.known.load(std::memory_order_acquire)) return e.device;
   const std::lock_guard hold(e.lock);
