@@ -10,11 +10,6 @@ struct Skip {
 };
 
 inline constexpr Skip kSkips[] = {
-    {"BR-70", "CUDA only: the first device call of a spawned process"},
-    {"BR-76", "CUDA only: host synchronisation"},
-    {"BR-77", "CUDA only: graph capture"},
-    {"BR-83", "CUDA only: two devices"},
-    {"BR-87", "CUDA only: device memory"},
     {"BR-79", "P2, speed: `qla bench` measures the host cost; tests never time"},
     {"BR-89", "P2, speed: `qla bench`; tests never time"},
     {"BR-88", "P2: not one test but all: every call of the suite has outputs, saved buffer and workspace filled with NaN"},
