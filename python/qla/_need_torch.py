@@ -6,7 +6,7 @@ import importlib.util
 
 if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError(
-        "torch: expected PyTorch 2.6 or newer for the operators, found none; pip install 'flash-qla[torch]' or torch itself "
+        "torch: expected PyTorch 2.6 or newer for the operators, found none; pip install torch numpy "
         "(the C library, `qla info` and `qla plan` work without it)",
         name="torch",
     )

@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         import torch
     except ImportError as error:
-        raise ImportError(f"needs torch ({error}): pip install 'flash-qla[torch]'") from error
+        raise ImportError(f"needs torch ({error}): pip install torch numpy") from error
     if args.sweep:
         from qla.sweep import sweep
 

@@ -215,7 +215,7 @@ def main(args: argparse.Namespace) -> int:
         import transformers
     except ImportError as error:
         raise SystemExit(
-            f"demo: needs torch and transformers ({error}); pip install 'flash-qla[demo]', or use ./dev demo"
+            f"demo: needs torch and transformers ({error}); pip install torch numpy transformers matplotlib, or use ./dev demo"
         ) from error
     import qla
     from qla.progress import Bar

@@ -163,7 +163,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         import torch
     except ImportError as missing:
-        raise ImportError(f"needs torch ({missing}): pip install 'flash-qla[torch]'") from missing
+        raise ImportError(f"needs torch ({missing}): pip install torch numpy") from missing
     from qla import _ffi
     from qla.progress import Bar
 
