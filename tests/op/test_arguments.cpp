@@ -65,6 +65,25 @@ TEST_P(Arguments, BR44_boundaries_of_a_wrong_kind) {
                  "cu_seqlens");
 }
 
+TEST_P(Arguments, BR56_what_tensor_copies_cannot_address) {
+  if (!on_device()) GTEST_SKIP() << "the CPU takes any address and stride";
+  const Sample s = packed_sample();
+  const std::pair<std::string, qla_tensor qla_gdn_forward_args::*> inputs[] = {
+      {"q:", &qla_gdn_forward_args::q}, {"k:", &qla_gdn_forward_args::k}, {"v:", &qla_gdn_forward_args::v}};
+  for (const auto& [name, input] : inputs) {
+    const auto spoil = [&](int64_t bytes, int axis, int64_t elements) {
+      return Options{.edit_forward = [=, at = input](qla_gdn_forward_args& args) {
+        qla_tensor& t = args.*at;
+        t.data = static_cast<char*>(t.data) + bytes;
+        t.stride[axis] += elements;
+      }};
+    };
+    expect_refused(s, spoil(2, 0, 0), name, QLA_NOT_SUPPORTED);
+    for (const int axis : {1, 2}) expect_refused(s, spoil(0, axis, 4), name, QLA_NOT_SUPPORTED);  // 8 bytes
+    expect_refused(s, spoil(0, 1, -4096), name, QLA_NOT_SUPPORTED);                               // tokens in falling addresses
+  }
+}
+
 TEST_P(Arguments, BR48_heads_that_do_not_divide) {
   for (const auto& [H, HV] : {std::pair<int64_t, int64_t>{3, 4}, {4, 2}, {2, 3}}) {
     Case c{.recipe = "BR48", .name = "heads", .T = 8, .H = H, .HV = HV};
