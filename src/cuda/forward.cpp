@@ -194,6 +194,7 @@ segments::CutArgs cut_args(const Run& r) {
   a.chains = b.chains;
   a.transitions = b.transitions;
   a.heads = b.heads;
+  a.until = b.until;
   return a;
 }
 
@@ -216,12 +217,11 @@ bool fused_keeps(const Run& r) { return present(r.args.saved) || r.plan.counts.k
 // .. of the heads that merge alone
 intra::Args merging_args(const Run& r) {
   intra::Args a = intra_args(r);
-  a.parts = (a.group + intra::kHeads - 1) / intra::kHeads;  // few of an item's heads have anything to do
-  a.per = (a.group + a.parts - 1) / a.parts;
+  a.parts = a.group, a.per = 1;  // few of a group's heads have anything to do
   a.pg = nullptr;
   a.decay = nullptr;
   a.vec_backward = false;
-  a.heads = r.b.heads;
+  a.until = r.b.until;
   a.plan.header = r.b.pre_header;  // nothing cut: leaves at once
   a.asks = true;
   return a;

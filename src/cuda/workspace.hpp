@@ -48,6 +48,7 @@ struct ForwardBuffers {
   MergeChain* chains;
   uint8_t* transitions;
   uint8_t* heads;  // [sequence][HV] kHead*, where the main pass is fused
+  int32_t* until;  // .. the slot up to which the pre-pass walks
   void* units;
   float* states;    // S_ext and start states, then M
   float* carry[2];  // [HV][V][K], from one range to the next; both forms: [N][HV][V][K]
@@ -108,7 +109,10 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
     b.pre_items = layout.take<WorkItem>(2 * n.end_states * n.pre_v_parts);
     b.chains = layout.take<MergeChain>(p.num_seqs * p.num_v_heads);
     b.transitions = layout.take<uint8_t>(n.end_states);
-    if (n.fused) b.heads = layout.take<uint8_t>(p.num_seqs * p.num_v_heads);
+    if (n.fused) {
+      b.heads = layout.take<uint8_t>(p.num_seqs * p.num_v_heads);
+      b.until = layout.take<int32_t>(p.num_seqs * p.num_v_heads);
+    }
     b.units = layout.take<uint8_t>(n.units * segments::kUnitBytes);
     b.states = layout.take<float>(2 * n.end_states * kStateFloats);
   }

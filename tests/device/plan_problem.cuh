@@ -22,6 +22,7 @@ struct Tables {
   std::vector<uint8_t> transitions;
   PlanHeader header, pre_header;
   std::vector<uint8_t> heads;
+  std::vector<int32_t> until;
 };
 
 struct Problem {

@@ -154,10 +154,10 @@ void run_chosen(Case c, uint32_t seed, int one_of) {
   };
   const auto all = tiles_of("chunk_intra");
   std::mt19937 rng(seed);
-  std::vector<uint8_t> bits(size_t(sequences * HV));
-  for (uint8_t& b : bits) b = uint8_t(rng() % uint32_t(one_of) ? kHeadForgets : kHeadMerges | kHeadForgets);
-  Device<uint8_t> heads(bits);
-  r.args.heads = heads.get();
+  std::vector<int32_t> until(size_t(sequences * HV));
+  for (int32_t& x : until) x = rng() % uint32_t(one_of) ? 0 : int32_t(rng() % (p.table.size() + 1));
+  Device<int32_t> on_device(until);
+  r.args.until = on_device.get();
   const auto chosen = tiles_of("chunk_intra of chosen heads");
   bool made = true, alone = true;
   for (size_t slot = 0; slot < p.table.size(); slot++)
@@ -165,7 +165,7 @@ void run_chosen(Case c, uint32_t seed, int one_of) {
       const int64_t first = h / c.group * c.group + h % c.group / r.args.per * r.args.per;
       bool wanted = false;
       for (int64_t i = first; i < std::min(first + r.args.per, h / c.group * c.group + c.group); i++)
-        wanted |= p.table[slot].rows && (bits[size_t(p.table[slot].sequence * HV + i)] & kHeadMerges);
+        wanted |= p.table[slot].rows && int32_t(slot) < until[size_t(p.table[slot].sequence * HV + i)];
       const size_t index = slot * HV + h;
       for (size_t i = index * kTileBytes; i < (index + 1) * kTileBytes; i++)
         (wanted ? made : alone) &= chosen.first[i] == (wanted ? all.first[i] : 0xff);

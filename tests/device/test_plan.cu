@@ -32,6 +32,7 @@ Tables run(const Problem& p, const std::string& name) {
   Device<float> decay(p.decay.empty() ? std::vector<float>(1) : p.decay);
   Device<MergeChain> chains(p.seqs() * p.heads);
   Device<uint8_t> transitions(std::max<int64_t>(1, states)), heads(size_t(p.seqs() * p.heads));
+  Device<int32_t> until(size_t(p.seqs() * p.heads));
   const int64_t most_units = qla::plan::most_units(p.tokens, p.seqs(), p.rule) * p.heads;
   Device<uint8_t> units(most_units * segments::kUnitBytes);
   Device<PlanHeader> fused_header(1), cut_header(1);
@@ -91,17 +92,17 @@ Tables run(const Problem& p, const std::string& name) {
     c.pre_items = pre_items.get();
     c.chains = chains.get();
     c.transitions = transitions.get();
-    if (p.says_heads) c.heads = heads.get();
+    if (p.says_heads) c.heads = heads.get(), c.until = until.get();
     cuda_ok(segments::launch_cut(c, nullptr), "cut_items");
   }
   cuda_ok(cudaDeviceSynchronize(), name.c_str());
   check(header.guards_intact() && pre_header.guards_intact() && main_items.guards_intact() && pre_items.guards_intact() &&
             chunks.guards_intact() && chains.guards_intact() && transitions.guards_intact() && units.guards_intact() &&
-            uncut_items.guards_intact() && heads.guards_intact() && cut_header.guards_intact() && fused_header.guards_intact() &&
-            fused_items.guards_intact() && vec.guards_intact(),
+            uncut_items.guards_intact() && heads.guards_intact() && until.guards_intact() && cut_header.guards_intact() &&
+            fused_header.guards_intact() && fused_items.guards_intact() && vec.guards_intact(),
         name + ": writes stay inside");
-  Tables t{chunks.download(),      main_items.download(), pre_items.download(),     chains.download(),
-           transitions.download(), header.download()[0],  pre_header.download()[0], heads.download()};
+  Tables t{chunks.download(),    main_items.download(),    pre_items.download(), chains.download(), transitions.download(),
+           header.download()[0], pre_header.download()[0], heads.download(),     until.download()};
   if (p.uncut_parts) {  // one list has everything
     const PlanHeader cut = cut_header.download()[0];
     const PlanHeader& none = cuts_anything(p) ? t.header : cut;
@@ -199,7 +200,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     for (int h = 0; h < p.heads && part.present; h++) {
       const auto decay = [&](int64_t c) { return p.decay[(slot + part.first + c) * p.heads + h]; };
       const qla::plan::Cut cut = qla::plan::make_head_cut(part.chunks, p.rule, initial, decay);
-      int previous = -1, boundaries = 0, merged_boundaries = 0;
+      int previous = -1, boundaries = 0, merged_boundaries = 0, until = 0;
       const int first_entry = entry;
       qla::plan::for_each_segment(cut, p.rule, initial, false, decay, [&](const qla::plan::Segment& s) {
         boundaries += s.index > 0, merged_boundaries += s.start == QLA_START_MERGED;
@@ -218,6 +219,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
         i.is_last = !s.is_end ? 0 : part.goes_on ? kCarry : kFinalState;
         for (i.v_part = 0; i.v_part < v_parts; i.v_part++) want.insert(key(i, true));
         if (!s.needs_end_state) return;
+        until = i.slot + i.chunks;
         i.is_last = 0;
         const int64_t pieces = qla::plan::pieces_of_segment(p.rule, s.index);
         for (int64_t piece = 0; piece < pieces; piece++) {
@@ -241,7 +243,8 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
       });
       if (entry > first_entry) want_chains.push_back({first_entry, entry - first_entry});
       const int bits = (merged_boundaries > 0) * kHeadMerges | (merged_boundaries < boundaries) * kHeadForgets;
-      if (p.says_heads && cuts_anything(p)) words &= t.heads[size_t(n * p.heads + h)] == bits;
+      if (p.says_heads && cuts_anything(p))
+        words &= t.heads[size_t(n * p.heads + h)] == bits && t.until[size_t(n * p.heads + h)] == until;
     }
   }
   // Entries have gaps between heads; in order they are as the host counts them. Translate them by the chains.
@@ -255,7 +258,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     for (int j = 0; j < chains[i].second && chains_right; j++) counted[chains[i].first + j] = want_chains[i].first + j;
   }
   check(chains_right && int(counted.size()) == entry, name + ": chains");
-  check(words, name + ": heads that merge, heads that forget");
+  check(words, name + ": heads that merge, heads that forget, how far the pre-pass walks");
   const auto host_entry = [&](int e) { return counted.count(e) ? counted[e] : -1; };
   bool same = true;
   for (const auto& [e, host] : counted) same &= t.transitions[size_t(e)] == want_transitions[size_t(host)];

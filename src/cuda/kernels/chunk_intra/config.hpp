@@ -39,7 +39,7 @@ struct Args {
   uint8_t* pg;           // the same, or nullptr: not written
   float* vec;            // [slot][HV][kVecFloats]; nullptr: not written
   int32_t vec_backward;  // 1: part B of the records, too
-  const uint8_t* heads;  // [sequence][HV] kHead*: Abar and vectors of those that merge alone (no Pg, no decay); nullptr: of all
+  const int32_t* until;  // [sequence][HV] Abar and vectors of slots before this one alone (no Pg, no decay); nullptr: of all
   float* decay;          // [slot][HV] sum of ghat (C4) over the chunk, or nullptr; NaN where k, g or beta is not finite
   void* a_inv;           // the ungated form only: (F2) [B, T, HV, 64] in q's dtype, any strides
   int64_t a_inv_stride[4];

@@ -279,8 +279,8 @@ struct Walk {
   }
 };
 
-// .. where Args::heads chooses: items with a head that merges. A warp walks, its lanes look at the next 32 items at once; what
-// they found is used up before they look again.
+// .. where Args::until chooses: items with a head of which the chunk is asked for. A warp walks, its lanes look at the next 32
+// items at once; what they found is used up before they look again.
 struct ChosenWalk {
   const Args& a;
   Cursor next;         // of what nobody has looked at yet
@@ -288,10 +288,10 @@ struct ChosenWalk {
   int4 record{};       // .. and its chunk
   uint32_t found = 0;  // lanes whose items are still to be taken
   __device__ __forceinline__ bool wanted(const Item& it, int64_t sequence) const {
-    const uint8_t* heads = a.heads + sequence * a.num_v_heads + it.v_head;
-    uint32_t bits = 0;
-    for (int i = 0; i < it.heads; i++) bits |= heads[i];
-    return bits & kHeadMerges;
+    const int32_t* until = a.until + sequence * a.num_v_heads + it.v_head;
+    int32_t last = 0;
+    for (int i = 0; i < it.heads; i++) last = max(last, until[i]);
+    return it.slot < last;
   }
   __device__ __forceinline__ Item take(int lane) {
     while (found == 0) {
@@ -378,7 +378,7 @@ __device__ __forceinline__ void scores_role(const Args& a, Walk& walk, ChosenWal
     float acc[WithPg ? 64 : 32];
     const uint32_t kq = smem + kSmemKq + tile_place * 8192;
     scores_product<T>(acc, kq);
-    if (MayChoose && a.heads) {
+    if (MayChoose && a.until) {
       if (warp == 0) {
         const Item next = chosen.take(lane);
         if (lane == 0) s_item[(n + 2) % kItems] = next;
@@ -519,7 +519,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   }
   constexpr bool kMayChoose = !WithPg && Gated;
   ChosenWalk chosen{a, walk.at};
-  if (kMayChoose && a.heads) {
+  if (kMayChoose && a.until) {
     if (threadIdx.x < 32) {
       const Item first = chosen.take(int(threadIdx.x)), second = chosen.take(int(threadIdx.x));
       if (threadIdx.x == 0) {

@@ -263,9 +263,13 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
           const int32_t chain = atomicAdd(&s.chains, 1);
           a.chains[chain] = {before, last - before};
         }
-        if (a.heads)
-          a.heads[job.sequence * a.plan.num_v_heads + job.head] =
-              uint8_t((last > before ? kHeadMerges : 0) | (last - before < segment ? kHeadForgets : 0));
+        if (a.heads) {
+          const int64_t at_head = job.sequence * a.plan.num_v_heads + job.head;
+          a.heads[at_head] = uint8_t((last > before ? kHeadMerges : 0) | (last - before < segment ? kHeadForgets : 0));
+          int32_t merges = u;
+          while (merges > begin && !merged(merges)) merges--;
+          if (a.until) a.until[at_head] = merges > begin ? job.slot + job.begin(merges - begin) : 0;
+        }
       }
     }
     __syncthreads();

@@ -34,7 +34,8 @@ struct CutArgs {
   WorkItem* pre_items;
   MergeChain* chains;
   uint8_t* transitions;  // [most_states]
-  uint8_t* heads;        // [sequence][HV] kHead* for whoever makes Abar of heads that merge alone; nullptr: not asked
+  uint8_t* heads;        // [sequence][HV] kHead*; nullptr: not asked
+  int32_t* until;        // .. the pre-pass walks slots before this one, for whoever makes Abar for it alone
 };
 
 // Backward: both passes of every segment.

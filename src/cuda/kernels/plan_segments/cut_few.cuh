@@ -127,6 +127,15 @@ struct FewUnit {
     return start;
   }
   __device__ __forceinline__ bool merges(int32_t at) const { return s.merged[(at >> 5) * heads + head] >> (at & 31) & 1; }
+  // of the head's last segment: the slot up to which the pre-pass walks
+  __device__ __forceinline__ int32_t pre_pass_until() const {
+    const FewSequence& of = s.sequence[sequence];
+    const int32_t first = place - segment, length = of.segment_chunks[merging()];
+    int32_t at = segment;
+#pragma unroll 1
+    while (at > 0 && !merges(first + at)) at--;
+    return at > 0 ? of.slot + min(at * length, of.chunks) : 0;
+  }
   // entries of this head in front of those of the sequence's segments behind this one
   __device__ __forceinline__ int32_t entries() const {
     const int32_t first = place - segment;
@@ -283,6 +292,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
       if (a.heads) {
         const int32_t all = u.segment * a.rule.pieces + (u.segment > 0 ? a.rule.first_pieces - a.rule.pieces : 0);
         a.heads[u.sequence * heads + u.head] = uint8_t((entries > 0 ? kHeadMerges : 0) | (entries < all ? kHeadForgets : 0));
+        if (a.until) a.until[u.sequence * heads + u.head] = u.pre_pass_until();
       }
     } else if (walks) {
       WorkItem* to = a.pre_items + int64_t(atomicAdd(counter, pre_items)) * a.pre_v_parts;
