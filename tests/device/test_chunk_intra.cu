@@ -138,7 +138,7 @@ void run(const Case& c, uint32_t seed) {
         c.name + ": writes stay inside");
 }
 
-// Args::heads: the same bits for every item with a head that merges, and nothing of the others.
+// Args::until: the same bits for every item with a head of which its chunk is asked for, and nothing of the others.
 void run_chosen(Case c, uint32_t seed, int one_of) {
   c.with_pg = c.backward = false;
   const Problem p = make(c, seed);
