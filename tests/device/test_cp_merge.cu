@@ -93,7 +93,8 @@ void compare(const std::vector<int>& lengths, double anew, unsigned seed, const 
       }
     }
   }
-  check(worst <= 4e-6 * largest, name + ": error " + std::to_string(worst) + " of " + std::to_string(largest));
+  // Operands are split into 16 bits (walk.cuh), 2^-18 each a step: by an emulation 1e-5 of the largest after 128 steps.
+  check(worst <= 1.5e-5 * largest, name + ": error " + std::to_string(worst) + " of " + std::to_string(largest));
   run.states.upload(c.states);
   run.launch();
   cuda_ok(cudaDeviceSynchronize(), name.c_str());
@@ -131,8 +132,9 @@ int main(int argc, char** argv) {
   compare({31, 2, 33, 1, 64, 65}, 0.0, 4, "lengths around 32 and 64");
   compare({40, 33, 7, 90}, 0.3, 5, "some start anew");
   compare({40, 9}, 0.8, 6, "most start anew");
-  compare(std::vector<int>(12, 5), 0.2, 7, "more items than clusters");
+  compare(std::vector<int>(12, 5), 0.2, 7, "more chains");
   compare({31, 2, 33, 1, 64, 65, 40, 9, 7, 3, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 0.3, 8, "many chains");
+  compare(std::vector<int>(41, 4), 0.1, 9, "more items than multiprocessors");
   if (what == "time")
     for (int chains : {1, 2, 4, 8, 16})
       for (int length : {7, 15, 31}) time_steps(chains, length);

@@ -21,8 +21,4 @@ struct Args {
 // most_chains: bound from shapes
 cudaError_t launch(const Args& args, int64_t most_chains, int multiprocessors, cudaStream_t stream);
 
-// the form for many chains; launch() decides
-cudaError_t prepare_wide();
-cudaError_t launch_wide(const Args& args, int64_t most_chains, int multiprocessors, cudaStream_t stream);
-
 }  // namespace qla::cuda::cp_merge

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
     ptx::sts4u(sm.stage(i / kPieces) + Cfg::kOffA + i % kPieces * 16, 0, 0, 0, 0);
   ptx::proxy_fence();
   __syncthreads();
-  ptx::grid_dependency_launch();
+  if constexpr (Cfg::kOutput) ptx::grid_dependency_launch();  // without output when it has waited: the merges read lists at once
   const int group = threadIdx.x / 128;
   if (group == 0) {
     if constexpr (Cfg::kShareRegs) ptx::setmaxnreg_dec<Cfg::kRegsLoad>();

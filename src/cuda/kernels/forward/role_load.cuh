@@ -56,6 +56,7 @@ __device__ __forceinline__ void load_role(const ForwardArgs& a, const ForwardSme
     slots.advance();
   }
   if (waits) ptx::grid_dependency_wait();
+  if constexpr (!Cfg::kOutput) ptx::grid_dependency_launch();
   for (int index = blockIdx.x;;) {
     items.producer_wait(slots);
     ItemSlot& s = sm.slot(slots.stage);
