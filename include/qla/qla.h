@@ -199,7 +199,8 @@ typedef struct qla_plan {
   int64_t segments_capacity;
   char reason[256]; /* why this plan, in words */
   int64_t
-      uncut_chunks; /* sequences of at most so many chunks stay whole, though longer than a segment: their cut would not pay */
+      uncut_chunks; /* sequences of at most so many chunks stay whole, though longer than a segment: their cut would not pay. In a packing of
+                       two: where the longest has at most so many */
 } qla_plan;
 
 /* ---- devices ------------------------------------------------------------------------------------------------ */

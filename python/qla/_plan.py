@@ -42,7 +42,8 @@ class Plan:
     reason: str
     segments: tuple[Segment, ...] = field(default=(), repr=False)
     text: str = field(default="", repr=False)
-    uncut_chunks: int | None = None  # sequences of at most so many chunks stay whole, though longer than a segment
+    # sequences of at most so many chunks stay whole, though longer than a segment; in a packing of two: where the longest has at most so many
+    uncut_chunks: int | None = None
     exact: bool = False  # every cut is merged, none warmed up
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@
 #include "core/tensor_view.hpp"
 #include "cuda/capabilities.hpp"
 #include "cuda/forward_plan.hpp"
+#include "plan/beside.hpp"
 #include "plan/choose.hpp"
 #include "plan/choose_cpu.hpp"
 #include "plan/ranges.hpp"
@@ -153,21 +154,27 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   std::vector<int64_t> of_head(static_cast<size_t>(problem.num_v_heads), 0);
   const bool predicting = cuda;
   for (int64_t range = 0; range < planned.ranges; ++range) {
+    const auto run_of = [&](int64_t n, int64_t token) {  // of sequence n, which begins at `token`
+      const auto chunks = static_cast<int32_t>(plan::chunks_of(lengths[static_cast<size_t>(n)]));
+      return choice.fused_chunks > 0 && planned.ranges > 1
+                 ? plan::part_of_sequence(chunks, static_cast<int32_t>(range), static_cast<int32_t>(planned.ranges))
+                 : plan::run_in_range(token / kChunk + n, chunks, range * planned.range_slots, planned.range_slots);
+    };
+    int64_t longest_part = 0;
+    for (int64_t n = 0, token = 0; n < problem.num_seqs; token += lengths[static_cast<size_t>(n++)])
+      longest_part = std::max<int64_t>(longest_part, run_of(n, token).chunks);
+    const plan::CutRule rule = plan::rule_beside(choice.rule, longest_part);
     int64_t base = 0, token = 0;  // chunks and tokens of all earlier sequences
     for (int64_t n = 0; n < problem.num_seqs; ++n) {
       const int64_t chunks = plan::chunks_of(lengths[static_cast<size_t>(n)]);
-      const plan::Run run = choice.fused_chunks > 0 && planned.ranges > 1
-                                ? plan::part_of_sequence(static_cast<int32_t>(chunks), static_cast<int32_t>(range),
-                                                         static_cast<int32_t>(planned.ranges))
-                                : plan::run_in_range(token / kChunk + n, static_cast<int32_t>(chunks),
-                                                     range * planned.range_slots, planned.range_slots);
+      const plan::Run run = run_of(n, token);
       const bool given = present(args.initial_state) || run.continued();
       for (int64_t head = 0; head < problem.num_v_heads && run.present; ++head) {
         const auto decay = [&](int64_t c) {
           return chunk_log_decay ? chunk_log_decay[(base + run.first + c) * problem.num_v_heads + head] : assumed;
         };
-        const plan::Cut cut = plan::make_head_cut(run.chunks, choice.rule, given, decay);
-        plan::for_each_segment(cut, choice.rule, given, false, decay, [&](const Segment& s) {
+        const plan::Cut cut = plan::make_head_cut(run.chunks, rule, given, decay);
+        plan::for_each_segment(cut, rule, given, false, decay, [&](const Segment& s) {
           if (written < result.segments_capacity)
             result.segments[written++] = {n, head, run.first + s.first_chunk, s.num_chunks, s.warmup_chunks, s.start, 0};
           ++items, ++of_head[static_cast<size_t>(head)];

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cuda/kernels/plan_segments/cut.hpp"
+#include "plan/beside.hpp"
 #include "plan/choose.hpp"
 #include "plan/forms.hpp"
 #include "plan/ranges.hpp"
@@ -54,6 +55,12 @@ inline bool cuts_anything(const Problem& p) {
     if (p.rule.cuts(qla::plan::run_in_range(bos / 64 + n, chunks, p.first_slot, p.slots()).chunks)) return true;
   }
   return false;
+}
+// The rule by which a range's sequences are cut, where each counts by itself.
+inline qla::plan::CutRule rule_of(const Problem& p) {
+  qla::plan::CutRule rule = qla::plan::rule_where_cut(p.rule);
+  if (rule.balance == 0 && !cuts_anything(p)) rule.segment_chunks = 0;
+  return rule;
 }
 // bound on merged boundaries
 inline int64_t most_states(const Problem& p) {

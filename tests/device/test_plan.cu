@@ -185,6 +185,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
   const bool fused = takes_fused(p);
   const int v_parts = fused ? 1 : p.uncut_parts && !cuts_anything(p) ? p.uncut_parts : p.v_parts;
   const int64_t parts = fused ? 1 : p.parts, slots = fused ? p.all_slots() : p.slots();
+  const qla::plan::CutRule rule = rule_of(p);
   int64_t walked = 0;  // chunks of earlier sequences in this range of parts
   for (int64_t n = 0; n < p.seqs(); n++) {
     const int64_t bos = p.cu[n], eos = p.cu[n + 1], chunks = (eos - bos + 63) / 64, slot = bos / 64 + n;
@@ -199,10 +200,10 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     const bool given = p.initial && (p.has_initial.empty() || p.has_initial[n]), initial = given || part.continued();
     for (int h = 0; h < p.heads && part.present; h++) {
       const auto decay = [&](int64_t c) { return p.decay[(slot + part.first + c) * p.heads + h]; };
-      const qla::plan::Cut cut = qla::plan::make_head_cut(part.chunks, p.rule, initial, decay);
+      const qla::plan::Cut cut = qla::plan::make_head_cut(part.chunks, rule, initial, decay);
       int previous = -1, boundaries = 0, merged_boundaries = 0, until = 0;
       const int first_entry = entry;
-      qla::plan::for_each_segment(cut, p.rule, initial, false, decay, [&](const qla::plan::Segment& s) {
+      qla::plan::for_each_segment(cut, rule, initial, false, decay, [&](const qla::plan::Segment& s) {
         boundaries += s.index > 0, merged_boundaries += s.start == QLA_START_MERGED;
         WorkItem i{};
         i.first_chunk = int32_t(part.first + s.first_chunk - s.warmup_chunks);

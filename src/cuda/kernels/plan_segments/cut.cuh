@@ -9,6 +9,7 @@
 
 #include "cuda/kernels/plan_segments/cut.hpp"
 #include "cuda/kernels/plan_segments/kernel.cuh"
+#include "plan/beside.hpp"
 
 namespace qla::cuda::segments {
 
@@ -55,7 +56,7 @@ __device__ __forceinline__ Job job_at(const A& a, int32_t index) {
   job.last_rows = run.goes_on ? 64 : run.chunks ? int32_t(span.eos - job.bos - 64 * int64_t(run.chunks - 1)) : 0;
   job.slot = run.slot;
   job.first = run.first;
-  const auto cut = qla::plan::make_basic_cut(job.chunks, a.rule);
+  const auto cut = qla::plan::make_basic_cut(job.chunks, qla::plan::rule_where_cut(a.rule));
   job.segment_chunks = cut.segment_chunks;
   job.segments = run.present ? cut.num_segments : 0;
   job.start = int16_t(run.continued() ? kStartCarried : start_of(a.plan, job.sequence));
@@ -90,6 +91,12 @@ __device__ __forceinline__ void store_item(Item* to, const Item& item) {
   static_assert(sizeof(Item) == 64);
 #pragma unroll
   for (int w = 0; w < 4; w++) reinterpret_cast<int4*>(to)[w] = reinterpret_cast<const int4*>(&item)[w];
+}
+
+// The queue of 2 kBuckets: merged starts last, while all segments are about as long; where one has a sequence's rest alone, the
+// longest first, merged ones behind their like: a long one that began last would end last.
+__device__ __forceinline__ int32_t cut_bucket(const qla::plan::CutRule& rule, bool merged, int32_t by_length) {
+  return rule.balance ? merged * kBuckets + by_length : 2 * by_length + merged;
 }
 
 // first positions in `buckets` (32 * kEach of them) from counts, by one warp; -> the total, in its last lane
@@ -202,7 +209,7 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
         const int32_t segment = u - s.first_unit[j];
         const int32_t walked = job.begin(segment + 1) - job.begin(segment) + (units[u].start >> 8);
         needs_end = u + 1 < min(s.first_unit[j + 1], num_units) && merged(u + 1);
-        atomicAdd(&s.bucket[merged(u)][length_bucket(walked)], a.plan.v_parts);
+        atomicAdd(&s.bucket[0][0] + cut_bucket(a.rule, merged(u), length_bucket(walked)), a.plan.v_parts);
       }
       int32_t all;
       const int32_t before = block_exclusive_sum(needs_end, s.scan, all);
@@ -237,7 +244,7 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
       item.segment = segment;
       item.first_chunk = job.first + first;
       if (a.need_bases) add_bases(item, job.sequence);
-      int32_t at = atomicAdd(&s.bucket[is_merged][length_bucket(walked)], a.plan.v_parts);
+      int32_t at = atomicAdd(&s.bucket[0][0] + cut_bucket(a.rule, is_merged, length_bucket(walked)), a.plan.v_parts);
       for (int32_t part = 0; part < a.plan.v_parts; part++) {
         item.v_part = part;
         store_item(a.plan.items + at + part, item);

@@ -55,9 +55,10 @@ __device__ __forceinline__ bool few_sequences(const CutArgs& a, FewShared& s) {
     x.last_rows = run.goes_on ? 64 : run.chunks ? int32_t(span.eos - x.bos) - 64 * (run.chunks - 1) : 0;
     x.slot = run.slot;
     x.first_chunk = run.first;
+    const qla::plan::CutRule rule = qla::plan::rule_where_cut(a.rule);
 #pragma unroll
     for (int merging = 0; merging < 2; merging++) {
-      const auto cut = qla::plan::make_basic_cut(run.chunks, a.rule, merging);
+      const auto cut = qla::plan::make_basic_cut(run.chunks, rule, merging);
       x.segment_chunks[merging] = cut.segment_chunks;
       x.segments[merging] = run.present ? cut.num_segments : 0;
     }
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   }
   const bool merged = start.start == QLA_START_MERGED;
   if (merged) atomicOr(&s.merged[(u.place >> 5) * heads + u.head], 1u << (u.place & 31));
-  const int32_t bucket = merged * kBuckets + length_bucket(u.end - u.begin + start.warmup_chunks),
+  const int32_t bucket = cut_bucket(a.rule, merged, length_bucket(u.end - u.begin + start.warmup_chunks)),
                 in_bucket = few_count(s.bucket[0], bucket, mine);
   const int32_t items = __syncthreads_count(mine);
   const int32_t at = few_first(s, bucket) + in_bucket;
