@@ -22,10 +22,10 @@ ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, ASSUMED_FORGETTING, MOST_ROUNDS, TAIL, QUIE
 SEGMENT_ENDS, DIRECT_CHUNKS, DIRECT_LAUNCH = 0.3, 40, 14.0
 FEW_CHAINS, MERGE_SMS, MOST_MERGE_SMS = 16, 16, 64
 SHIPPED = {
-    "main_full": 1.68, "main_half": 0.99, "main_full_quiet": 1.77, "main_half_quiet": 0.92, "state_half": 0.76,
-    "intra_4": 0.89, "intra_2": 1.12, "intra_1": 1.9, "merge": 0.63, "item": 6.1, "launches": 21.6, "packed": 5.1, "cut": 10.8,
-    "cut_item": 0.075, "fused_4": 2.36, "fused_2": 2.34, "fused_1": 2.5, "fused_quiet": 2.4, "intra_launch": 5.3,
-    "fused_cut": 2.3, "cut_fused": 15.0,
+    "main_full": 1.52, "main_half": 0.913, "main_full_quiet": 1.52, "main_half_quiet": 0.983, "state_half": 0.724,
+    "intra_4": 0.939, "intra_2": 1.17, "intra_1": 2.02, "merge": 0.609, "item": 5.97, "launches": 14.8, "packed": 4.17, "cut": 8.74,
+    "cut_item": 0.0691, "fused_4": 2.36, "fused_2": 2.34, "fused_1": 2.5, "fused_quiet": 2.42, "intra_launch": 0.5,
+    "fused_cut": 2.32, "cut_fused": 12.6,
 }  # fmt: skip
 
 # lengths, heads, segment lengths in chunks (0: no cut); each with and without V split

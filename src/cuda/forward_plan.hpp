@@ -141,10 +141,15 @@ inline WholePlans whole_plans(const PlanInput& in) {
   plans.differ = plans.best.counts.both || plans.best.counts.balanced_shares;
   plans.one = plans.differ ? plan_ranges(one_form(in), in.problem.chunk_slots(), true) : plans.best;
   if (!plans.best.counts.both || plans.best.bytes <= in.both_bytes) return plans;
+  // One form of two kernels pays for its ranges, too, whatever the lengths.
+  const int64_t alone = std::max<int64_t>(
+      1, plan::ceil_div(static_cast<int64_t>(plans.one.bytes), static_cast<int64_t>(std::max<size_t>(1, in.both_bytes))));
+  const float one_us =
+      plans.one.choice.predicted_us + (plans.one.counts.fused ? 0.0f : plan::kRangeLaunches * static_cast<float>(alone - 1));
   // saved: what backward reuses lies by the slots of all chunks, those of these ranges by theirs
   for (int64_t ranges = 2; ranges <= kMostBothRanges && !in.saved; ++ranges) {
     const ForwardPlan both = both_in_ranges(in, plans.best.choice, ranges);
-    if (both.choice.predicted_us >= plans.one.choice.predicted_us) break;
+    if (both.choice.predicted_us >= one_us) break;
     if (both.bytes > in.both_bytes) continue;
     plans.best = both;
     return plans;

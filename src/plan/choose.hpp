@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 
 #include "plan/balance.hpp"
@@ -93,7 +94,7 @@ struct Profiles {
   int32_t count = 0;
 };
 
-inline constexpr float kLongWeight = 0.35f;  // .. of two or three
+inline constexpr float kLongWeight = 0.6f;  // .. of two or three
 
 inline Profiles profiles_of(const Shape& shape) {
   const int64_t seqs = shape.seqs(), total = shape.total_chunks(),
@@ -116,6 +117,9 @@ inline Profiles profiles_of(const Shape& shape) {
 
 inline constexpr float kSureOfACut = 0.9f;
 inline constexpr float kSureOfARefinement = 0.99f;
+// Refinements are looked at for the forms of so many lengths that are predicted this near to the best.
+inline constexpr int32_t kRefinedLengths = 3;
+inline constexpr float kWorthRefining = 1.06f;
 
 // Bounds from shapes, for grids and workspace. Items: one a segment, value head and half of V.
 inline int64_t most_items(const Shape& shape, const Choice& choice) {
@@ -137,6 +141,7 @@ inline CutRule refined_rule(const Policy& policy, const Candidate& candidate) {
   CutRule rule = rule_for(policy, candidate.segment_chunks);
   rule.merged_chunks = candidate.merged_chunks;
   rule.pieces = candidate.pieces, rule.first_pieces = candidate.first_pieces;
+  if (!candidate.even) rule.balance = 0;
   return rule;
 }
 
@@ -172,6 +177,11 @@ void for_each_refinement(const DeviceCosts& costs, const Shape& shape, const Cap
 }
 inline constexpr int64_t kMostFusedCutSeqs = 2;  // more were not measured
 
+// In a packing of two all segments have one length, and the rests together fill a multiprocessor's time: sequences of 448
+// and 64 chunks in segments of 128 are three of 128 and two of 64. More sequences were not measured; a batch-invariant call's
+// segments are the same in every batch.
+inline bool even_segments(const Shape& shape) { return shape.equal_lengths || shape.num_seqs != 2; }
+
 inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Capabilities& can) {
   const Profiles profiles = profiles_of(shape);
   const int64_t total = shape.total_chunks();
@@ -189,7 +199,9 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   const bool leaves_whole = free_choice || (repeats && !policy.batch_invariant);
 
   // Which profile a packing has is seen on the device, where a sequence too short for its cut to pay is left whole.
+  const bool even = policy.batch_invariant || even_segments(shape);
   const auto better_whole = [&](const Profile& profile, Candidate candidate, float& us) {
+    candidate.even = even;
     us = estimate(costs, shape, policy, profile, candidate);
     if (!leaves_whole || candidate.segment_chunks == 0 || profiles.count == 1) return false;
     candidate.uncut_chunks = total;
@@ -200,7 +212,25 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   };
   Candidate best{0, 0, false}, best_uncut = best;
   float best_us = 0, best_uncut_us = 0;
-  const auto consider = [&](const Candidate& candidate) {
+  // The lengths whose best forms come out ahead, best first.
+  struct Length {
+    int64_t chunks = 0;
+    float us = 0;
+  };
+  std::array<Length, kRefinedLengths> ahead;
+  const auto rank = [&](Length found) {
+    for (Length& one : ahead)
+      if (one.chunks == found.chunks) {
+        one.us = std::min(one.us, found.us);
+        found.chunks = 0;
+      }
+    if (found.chunks > 0 && (ahead[kRefinedLengths - 1].chunks == 0 || found.us < ahead[kRefinedLengths - 1].us))
+      ahead[kRefinedLengths - 1] = found;
+    for (int32_t i = kRefinedLengths - 1; i > 0; --i)
+      if (ahead[i].chunks > 0 && (ahead[i - 1].chunks == 0 || ahead[i].us < ahead[i - 1].us)) std::swap(ahead[i], ahead[i - 1]);
+  };
+  const auto consider = [&](Candidate candidate) {
+    candidate.even = even;
     float us = 0, each = 0;
     for (int32_t i = 0; i < profiles.count; ++i)
       better_whole(profiles.all[i], candidate, each), us += profiles.all[i].weight * each;
@@ -208,39 +238,61 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     if (best.splits == 0 || us < best_us) best = candidate, best_us = us;
     if (candidate.segment_chunks == 0 && (best_uncut.splits == 0 || us < best_uncut_us))
       best_uncut = candidate, best_uncut_us = us;
+    if (candidate.segment_chunks > 0 && !candidate.refined()) rank({candidate.segment_chunks, us});
+    return us;
+  };
+  const bool mixes = can.mixed && can.v_split && leaves_whole && shape.num_seqs >= kLeastBothSeqs &&
+                     shape.num_seqs <= kMostBothSeqs && profiles.count > 1 && !shape.backward;
+  // Where value heads share a query/key head, chunk_intra's work is shared, too, and two kernels are as quick. Not for lengths
+  // that a caller fixes, whose calls give the same bits however many heads they have.
+  const bool fuses = can.fused && can.cut_fused && shape.group == 1 && shape.num_seqs <= kMostFusedCutSeqs &&
+                     policy.mode != QLA_CP_FIXED && !shape.backward && !policy.batch_invariant;
+  const auto for_each_form = [&](int64_t length, auto use) {
+    for (int32_t splits = 1; splits <= (can.v_split ? 2 : 1); ++splits) use({length, splits, false});
+    if (length == 0 || length >= longest) return;
+    if (mixes) use({length, 1, false, 0, false, 2});
+    if (fuses) use({length, 1, true});
   };
   // The fused form keeps nothing in memory, which segments and backward need. Whether it rounds as the two kernels do is nobody's
   // promise: a batch-invariant call never uses it.
   if (can.fused && given == 0 && !shape.backward && !policy.batch_invariant) consider({0, 1, true});
-  for (int32_t splits = 1; splits <= (can.v_split ? 2 : 1); ++splits) {
-    consider({given, splits, false});
-    const bool mixes = can.mixed && can.v_split && leaves_whole && shape.num_seqs >= kLeastBothSeqs &&
-                       shape.num_seqs <= kMostBothSeqs && profiles.count > 1 && !shape.backward;
-    if (mixes && repeats && splits == 1 && given > 0 && given < longest) consider({given, 1, false, 0, false, 2});
-    // Where value heads share a query/key head, chunk_intra's work is shared, too, and two kernels are as quick. Not for lengths
-    // that a caller fixes, whose calls give the same bits however many heads they have.
-    const bool fuses = can.fused && can.cut_fused && splits == 1 && shape.group == 1 && shape.num_seqs <= kMostFusedCutSeqs &&
-                       policy.mode != QLA_CP_FIXED && !shape.backward && !policy.batch_invariant;
-    if (fuses && given > 0 && given < longest) consider({given, 1, true});
-    if (!free_choice) continue;
-    for (const int64_t pieces : {2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128}) {
-      const int64_t length = ceil_div(total, pieces);
-      if (length < kLeastSegmentChunks || pieces * shape.num_v_heads > kItemsPerSm * costs.num_sms) break;
-      if (length >= longest) continue;
-      consider({length, splits, false});
-      if (mixes && splits == 1) consider({length, 1, false, 0, false, 2});
-      if (fuses) consider({length, 1, true});
-    }
+  for_each_form(given, consider);
+  for (const int64_t pieces : {2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128}) {
+    const int64_t length = ceil_div(total, pieces);
+    if (!free_choice || length < kLeastSegmentChunks || pieces * shape.num_v_heads > kItemsPerSm * costs.num_sms) break;
+    if (length < longest) for_each_form(length, consider);
   }
 
   // Equal sequences pay for the question whether anything is cut, and nobody has measured packings of three.
-  if (free_choice && shape.num_seqs > 2 && best.segment_chunks >= profiles.all[0].kinds[0].chunks / 2 &&
-      best_us > kSureOfACut * best_uncut_us)
-    best = best_uncut, best_us = best_uncut_us;
+  const bool sure = !(free_choice && shape.num_seqs > 2 && best.segment_chunks >= profiles.all[0].kinds[0].chunks / 2 &&
+                      best_us > kSureOfACut * best_uncut_us);
+  if (!sure) best = best_uncut, best_us = best_uncut_us;
 
-  // Of the best cut alone: the model tells refinements of one length better apart than those of several.
-  if (best.segment_chunks > 0 && leaves_whole && !best.fused && !policy.exact())
-    for_each_refinement(costs, shape, can, policy, best, longest, consider);
+  // What is found for a length is the same whatever else was looked at: a plan that is repeated is refined as it was.
+  const float unrefined_us = best_us;
+  const std::array<Length, kRefinedLengths> lengths = ahead;
+  for (const Length& length : lengths) {
+    if (!sure || !leaves_whole || policy.exact() || length.chunks == 0 || length.us > kWorthRefining * unrefined_us) break;
+    for_each_form(length.chunks, [&](const Candidate& form) {
+      if (consider(form) <= kWorthRefining * length.us) for_each_refinement(costs, shape, can, policy, form, longest, consider);
+    });
+  }
+
+  // Up to which length a packing stays whole: that of equal sequences, then longer and longer ones beside shorter ones.
+  if (repeats) best.uncut_chunks = policy.uncut_chunks;
+  for (int64_t i = 0, ends = profiles.all[0].kinds[0].chunks; free_choice && i < 16 && ends < total;
+       ++i, ends += ceil_div(total, 16)) {
+    const int64_t others = std::max<int64_t>(1, shape.seqs() - 1);
+    float us = 0;
+    if (!better_whole({{{1, ends}, {others, ceil_div(total - ends, others)}}, 2, 1.0f}, best, us)) break;
+    best.uncut_chunks = ends;
+  }
+  if (best.uncut_chunks > 0 && free_choice) {  // so no profile has its own choice
+    best_us = 0;
+    for (int32_t i = 0; i < profiles.count; ++i)
+      best_us += profiles.all[i].weight * estimate(costs, shape, policy, profiles.all[i], best);
+    if (best_uncut_us <= best_us) best = best_uncut, best_us = best_uncut_us;
+  }
 
   // Both forms, uncut: each profile by its better one, at the price of the launches that find nothing.
   int64_t fused_chunks = 0;
@@ -274,16 +326,6 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     for (int32_t i = 0; i < profiles.count; ++i)
       us += profiles.all[i].weight * estimate(costs, shape, policy, profiles.all[i], {0, 1, true, 0, true});
     if (us < 0.97f * best_us) best = {0, 1, true, 0, true}, best_us = us, fused_chunks = 0, balanced = true;
-  }
-
-  // .. up to which length: that of equal sequences, then longer and longer ones beside shorter ones
-  if (repeats) best.uncut_chunks = policy.uncut_chunks;
-  for (int64_t i = 0, ends = profiles.all[0].kinds[0].chunks; free_choice && i < 16 && ends < total;
-       ++i, ends += ceil_div(total, 16)) {
-    const int64_t others = std::max<int64_t>(1, shape.seqs() - 1);
-    float us = 0;
-    if (!better_whole({{{1, ends}, {others, ceil_div(total - ends, others)}}, 2, 1.0f}, best, us)) break;
-    best.uncut_chunks = ends;
   }
 
   Choice choice;

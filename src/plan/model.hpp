@@ -62,6 +62,7 @@ struct Candidate {
   // refinements of a cut (CutRule)
   int64_t merged_chunks = 0;
   int32_t pieces = 1, first_pieces = 1;
+  bool even = true;  // CutRule::balance
   bool refined() const { return merged_chunks > 0 || pieces > 1 || first_pieces > 1; }
 };
 
@@ -73,11 +74,14 @@ inline constexpr float kShorterMerged = 1.03f;
 // Microseconds until the late part of an item goes on where the early one ended.
 inline constexpr float kHandOver = 4.0f;
 
-// Of what a cut costs in launches, the share that a call pays whose sequences turn out too short for it.
-inline constexpr float kAskedShare = 0.8f;
+// Microseconds that a call pays whose sequences turn out too short for a cut: 1 to 3 measured. The fused form walks its uncut
+// list behind everything that only a cut needs, and pays a share of what a cut costs.
+inline constexpr float kAsked = 2.5f, kAskedShareFused = 0.7f;
 
 // Microseconds more with both forms in a call, over the form that is taken: -3 to 2 measured.
 inline constexpr float kBothForms = 2.0f;
+// .. where something is cut, for the pass over whole sequences that leaves.
+inline constexpr float kUncutList = 0.5f;
 // .. and for every range of chunks after the first one where the two kernels run: 41 to 48, for two launches and the ends of
 // both.
 inline constexpr float kRangeLaunches = 45.0f;
@@ -128,7 +132,10 @@ inline float parallel_cost(const DeviceCosts& costs, const Shape& shape, const C
                            float merging = kAssumedExactShare) {
   const float share = chunks * static_cast<float>(shape.num_v_heads) / static_cast<float>(costs.num_sms);
   float us = costs.launches + (shape.num_seqs > 1 ? costs.packed : 0.0f) +
-             (c.segment_chunks > 0 ? (cut ? 1.0f : kAskedShare) * (c.fused ? costs.cut_fused : costs.cut) : 0.0f);
+             (c.segment_chunks == 0 ? 0.0f
+              : cut                 ? (c.fused ? costs.cut_fused : costs.cut)
+              : c.fused             ? kAskedShareFused * costs.cut_fused
+                                    : kAsked);
   if (c.fused && cut)
     us += share * costs.intra[group_kind(shape)] * merging;
   else if (c.fused)
@@ -181,7 +188,13 @@ inline float makespan(const EqualItems* kinds, int32_t num_kinds, float sms, Fre
 class Queue {
  public:
   void add(float count, float each) {
-    if (count <= 0 || num_kinds_ == kMostKinds) return;
+    if (count <= 0) return;
+    for (int32_t i = 0; i < num_kinds_; ++i)
+      if (kinds_[i].each == each) {
+        kinds_[i].count += count;
+        return;
+      }
+    if (num_kinds_ == kMostKinds) return;
     int32_t at = num_kinds_++;
     for (; at > 0 && kinds_[at - 1].each < each; --at) kinds_[at] = kinds_[at - 1];
     kinds_[at] = {count, each};
@@ -192,7 +205,7 @@ class Queue {
   }
 
  private:
-  static constexpr int32_t kMostKinds = 8;
+  static constexpr int32_t kMostKinds = 16;
   EqualItems kinds_[kMostKinds] = {};
   int32_t num_kinds_ = 0;
 };
@@ -210,15 +223,17 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     const bool whole = profile.kinds[0].chunks <= std::max(c.segment_chunks, c.uncut_chunks);  // the longest come first
     c.splits = whole ? c.uncut_splits : c.splits;
     c.uncut_splits = 0;
-    return kBothForms + estimate(costs, shape, policy, profile, c);
+    return (whole ? 0.0f : kUncutList) + estimate(costs, shape, policy, profile, c);
   }
   const float sms = static_cast<float>(costs.num_sms), heads = static_cast<float>(shape.num_v_heads);
   const float splits = static_cast<float>(c.splits);
   const bool exact_only = policy.exact();
   const float exact_heads = exact_only ? heads : static_cast<float>(assumed_exact_heads(shape.num_v_heads));
   float items = 0, chunks = 0;
+  // the longest come first: where they are cut, and segments need not be even, so are all that are longer than a segment
+  const int64_t uncut = c.even || profile.kinds[0].chunks <= c.uncut_chunks ? c.uncut_chunks : 0;
   const auto pieces_of = [&](int64_t of) {
-    return c.segment_chunks > 0 && of > c.uncut_chunks ? std::max<int64_t>(1, ceil_div(of, c.segment_chunks)) : 1;
+    return c.segment_chunks > 0 && of > uncut ? std::max<int64_t>(1, ceil_div(of, c.segment_chunks)) : 1;
   };
   const auto merging_pieces_of = [&](int64_t of) {
     const int64_t pieces = pieces_of(of);
@@ -245,25 +260,36 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     const Profile::Kind& kind = profile.kinds[i];
     const int64_t pieces = pieces_of(kind.chunks);
     cut |= pieces > 1;
-    const float count = static_cast<float>(kind.count), length = static_cast<float>(ceil_div(kind.chunks, pieces));
+    const float count = static_cast<float>(kind.count);
     // of one long sequence and short ones, the long one's items run on when the others have ended
     const bool outlives = c.fused && !c.balanced && c.segment_chunks == 0 && i == 0 && profile.num_kinds == 2;
     const float per_chunk = chunk_cost(costs, shape, c, outlives ? count * heads : items, share);
     const float ends = pieces == 1 ? costs.item : kSegmentEnds * costs.item;
     if (pieces == 1) {
-      main.add(count * heads * splits, length * per_chunk + ends);
+      main.add(count * heads * splits, static_cast<float>(kind.chunks) * per_chunk + ends);
       continue;
     }
     const int64_t merging_pieces = merging_pieces_of(kind.chunks);
     const float later = static_cast<float>(pieces - 1), merging = static_cast<float>(merging_pieces - 1),
-                merging_length = static_cast<float>(ceil_div(kind.chunks, merging_pieces)),
                 of_segments = static_cast<float>(c.pieces), of_first = static_cast<float>(c.first_pieces),
                 steps = of_first + of_segments * (merging - 1.0f);
     const float chain = later * costs.merge + std::max(0.0f, steps - later) * kMoreMerges, delay = hidden ? chain : 0.0f;
-    main.add(count * exact_heads * splits, merging_length * per_chunk + ends);
-    main.add(count * exact_heads * splits * merging, merging_length * per_chunk + ends + delay);
-    main.add(count * (heads - exact_heads) * splits, length * per_chunk + ends);
-    main.add(count * (heads - exact_heads) * splits * later, (length + static_cast<float>(kAssumedWarmup)) * per_chunk + ends);
+    // segments with the same number of chunks, but for the last one's rest where they are not even
+    const auto chunks_each = [&](int64_t segments, int64_t most) { return c.even ? ceil_div(kind.chunks, segments) : most; };
+    const auto in_last = [&](int64_t segments, int64_t each) {
+      return static_cast<float>(c.even ? each : kind.chunks - (segments - 1) * each);
+    };
+    const int64_t each = chunks_each(pieces, c.segment_chunks),
+                  merging_each = chunks_each(merging_pieces, c.merged_chunks > 0 ? c.merged_chunks : c.segment_chunks);
+    const float length = static_cast<float>(each), merging_length = static_cast<float>(merging_each),
+                warmup = static_cast<float>(kAssumedWarmup), exact = count * exact_heads * splits,
+                forgetting = count * (heads - exact_heads) * splits;
+    main.add(exact, merging_length * per_chunk + ends);
+    main.add(exact * (merging - 1.0f), merging_length * per_chunk + ends + delay);
+    main.add(exact, in_last(merging_pieces, merging_each) * per_chunk + ends + delay);
+    main.add(forgetting, length * per_chunk + ends);
+    main.add(forgetting * (later - 1.0f), (length + warmup) * per_chunk + ends);
+    main.add(forgetting, (in_last(pieces, each) + warmup) * per_chunk + ends);
     // S_ext of all segments but the last, M of all but the first and the last; always in halves of V.
     const auto piece_us = [&](float walked, float of) {
       return walked / of * costs.state_half + (of > 1.0f ? kPieceEnds : 0.0f);

@@ -135,7 +135,7 @@ TEST(ForwardPlan, CutsOfAFixedPlaceForbidRanges) {
 
 // A balanced call has room for one more item, one state and two words a share; with less memory it is as without.
 TEST(ForwardPlan, BalancedNeedsAStateAShare) {
-  cuda::PlanInput in = input_of(8 * 1024, 8, 8, 24);
+  cuda::PlanInput in = input_of(4 * 1024, 4, 16, 48);
   in.can.fused = in.can.both = in.can.balanced = true;
   in.both_bytes = size_t{256} << 20;
   const cuda::WholePlans plans = cuda::whole_plans(in), of_one = cuda::whole_plans(cuda::one_form(in));
@@ -143,7 +143,7 @@ TEST(ForwardPlan, BalancedNeedsAStateAShare) {
   EXPECT_EQ(plans.one.bytes, one.bytes);
   ASSERT_EQ(whole.counts.balanced_shares, in.costs.num_sms);
   EXPECT_TRUE(whole.counts.fused);
-  EXPECT_EQ(whole.counts.items, 8 * 24 + in.costs.num_sms);
+  EXPECT_EQ(whole.counts.items, 4 * 48 + in.costs.num_sms);
   EXPECT_EQ(one.counts.balanced_shares, 0);
   EXPECT_TRUE(one.counts.fused);
   EXPECT_LE(whole.bytes, one.bytes + size_t(in.costs.num_sms) * (4 * cuda::kStateFloats + 64 + 8) + 4096);

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "plan/beside.hpp"
 #include "plan/choose_cpu.hpp"
 #include "plan/layout.hpp"
 #include "plan/order.hpp"
@@ -54,7 +55,7 @@ TEST(Choose, CutInTheFusedForm) {
   EXPECT_EQ(row(32768, 1, 16, 16), "L64 fused");
   EXPECT_EQ(row(32768, 1, 32, 32), "L128 fused");
   EXPECT_EQ(row(8192, 1, 32, 32), "L32 fused");
-  EXPECT_EQ(row(32768, 2, 16, 16), "L74 fused");
+  EXPECT_EQ(row(32768, 2, 16, 16), "L64 fused");
   EXPECT_EQ(row(4096, 1, 16, 16), "L16 halves");
   EXPECT_EQ(row(32768, 1, 4, 16), "L64");
   EXPECT_EQ(row(32768, 1, 16, 32), "L128");
@@ -167,8 +168,11 @@ TEST(Choose, APackingIsCutForALongSequenceAlone) {
     shape.equal_lengths = false;
     return shape;
   };
-  const Choice choice = choose(kH200, packing(16, 32), Policy{}, Capabilities{});
+  Capabilities can;
+  can.mixed = true;
+  const Choice choice = choose(kH200, packing(16, 32), Policy{}, can);
   EXPECT_GT(choice.rule.segment_chunks, 0);
+  EXPECT_EQ(choice.rule.balance, 0);  // of two: segments of one length, and the rests fill a multiprocessor together
   EXPECT_FALSE(choice.rule.cuts(256));
   EXPECT_TRUE(choice.rule.cuts(448));
   // few heads: equal ones gain by a cut, too
@@ -177,7 +181,24 @@ TEST(Choose, APackingIsCutForALongSequenceAlone) {
   policy.mode = QLA_CP_FIXED, policy.fixed_chunks = 100;
   EXPECT_TRUE(choose(kH200, packing(16, 32), policy, Capabilities{}).rule.cuts(101));
   policy.mode = QLA_CP_AUTO, policy.batch_invariant = true;
-  EXPECT_TRUE(choose(kH200, packing(16, 32), policy, Capabilities{}).rule.cuts(kInvariantSegmentChunks + 1));
+  const CutRule invariant = choose(kH200, packing(16, 32), policy, can).rule;
+  EXPECT_TRUE(invariant.cuts(kInvariantSegmentChunks + 1));
+  EXPECT_EQ(invariant.balance, 1);  // as in every other batch
+}
+
+// Where the longest of two sequences stays whole both do, else every one that is longer than a segment is cut.
+TEST(Choose, WholeBesideOthers) {
+  CutRule rule;
+  rule.segment_chunks = 100, rule.uncut_chunks = 250, rule.balance = 0;
+  EXPECT_EQ(rule_beside(rule, 250).segment_chunks, 0);
+  const CutRule cut = rule_beside(rule, 251);
+  EXPECT_EQ(make_cut(251, cut).num_segments, 3);
+  EXPECT_EQ(make_cut(251, cut).segment_chunks, 100);
+  EXPECT_EQ(make_cut(101, cut).num_segments, 2);
+  EXPECT_EQ(make_cut(100, cut).num_segments, 1);
+  rule.balance = 1;  // each by itself
+  for (const int64_t longest : {250, 251}) EXPECT_EQ(make_cut(250, rule_beside(rule, longest)).num_segments, 1);
+  EXPECT_EQ(make_cut(251, rule_beside(rule, 300)).num_segments, 3);
 }
 
 Shape packing_of(int64_t tokens, int64_t seqs, int64_t k_heads, int64_t v_heads) {
@@ -401,7 +422,8 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
     }
     int64_t longest = 0;
     for (const int64_t len : lens) longest = std::max(longest, chunks_of(len));
-    const Choice choice = chosen_form(planned, longest);
+    Choice choice = chosen_form(planned, longest);
+    choice.rule = rule_beside(choice.rule, longest);
     ASSERT_GT(choice.predicted_us, 0.0f);
     const float gate = pick(0, 1) ? 0.0f : -0.5f * static_cast<float>(pick(0, 30));
     if (choice.fused) {
