@@ -197,10 +197,9 @@ typedef struct qla_plan {
                          /* where a sequence goes on from one range to the next the segment starts as QLA_START_INITIAL */
   qla_segment* segments; /* caller's array or NULL; filled up to segments_capacity, num_items says how many there are */
   int64_t segments_capacity;
-  char reason[256]; /* why this plan, in words */
-  int64_t
-      uncut_chunks; /* sequences of at most so many chunks stay whole, though longer than a segment: their cut would not pay. In a packing of
-                       two: where the longest has at most so many */
+  char reason[256];     /* why this plan, in words */
+  int64_t uncut_chunks; /* sequences of at most so many chunks stay whole, though longer than a segment: their cut would not pay.
+                           In a packing of two: where the longest has at most so many */
 } qla_plan;
 
 /* ---- devices ------------------------------------------------------------------------------------------------ */
