@@ -53,7 +53,7 @@ struct MapCache {
 
 bool same(const TokenMapShape& a, const TokenMapShape& b) {
   return a.data == b.data && a.stride_b == b.stride_b && a.stride_t == b.stride_t && a.stride_h == b.stride_h &&
-         a.batch == b.batch && a.tokens == b.tokens && a.heads == b.heads;
+         a.batch == b.batch && a.tokens == b.tokens && a.heads == b.heads && a.box_tokens == b.box_tokens;
 }
 
 CUtensorMap encode_token_map(const TokenMapShape& s, bool bf16, const char* name) {
@@ -64,7 +64,7 @@ CUtensorMap encode_token_map(const TokenMapShape& s, bool bf16, const char* name
   auto stride = [](int64_t extent, int64_t elements) { return cuuint64_t(extent > 1 ? elements * 2 : 256); };
   const cuuint64_t dims[4] = {128, cuuint64_t(s.heads), cuuint64_t(s.tokens), cuuint64_t(s.batch)};
   const cuuint64_t strides[3] = {stride(s.heads, s.stride_h), stride(s.tokens, s.stride_t), stride(s.batch, s.stride_b)};
-  const cuuint32_t box[4] = {64, 1, 64, 1}, element[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {64, 1, cuuint32_t(s.box_tokens), 1}, element[4] = {1, 1, 1, 1};
   const auto attempt = [&] {
     return encode(&map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, const_cast<void*>(s.data),
                   dims, strides, box, element, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

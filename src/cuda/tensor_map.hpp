@@ -12,9 +12,11 @@ struct TokenMapShape {
   const void* data = nullptr;
   int64_t stride_b = 0, stride_t = 0, stride_h = 0;
   int64_t batch = 0, tokens = 0, heads = 0;
+  int32_t box_tokens = 64;
 };
 
-// dims {128, heads, tokens, batch}, box {64, 1, 64, 1}, 128-byte swizzle: one copy is a 64-column panel of 64 tokens (8 KiB).
+// dims {128, heads, tokens, batch}, box {64, 1, box_tokens, 1}, 128-byte swizzle: one copy is a 64-column panel of 64 tokens
+// (8 KiB).
 // Coordinates (column, head, token of the batch row, batch row). Throws Error naming `name` and all fields when the driver
 // refuses.
 CUtensorMap make_token_map(const TokenMapShape& shape, bool bf16, const char* name);

@@ -345,21 +345,21 @@ void test_warp() {
   check(kept, "max_keep_nan");
 }
 
-// ---- the exact inverse, ordinary and guarded, of a given strictly lower L (U = -L^T), as the fused form has it: with K K^T of
-// the next chunk's keys between its products
+// ---- the exact inverse, ordinary and guarded, of a given strictly lower L (U = -L^T), as the fused form has it: with the next
+// chunk's first scores between its products
 constexpr int kInverseBytes = kTileSmemBytes + FusedConfig::kExchangeBytes + 2 * FusedConfig::kPanelBytes;
 template <typename T, bool Guarded>
 __global__ void __launch_bounds__(128) inverse(const float* l, const T* keys, float* out, float* scores, int* overflow) {
   extern __shared__ __align__(1024) uint8_t s[];
-  const uint32_t tile = ptx::shared_address(s), ex = tile + kTileSmemBytes, su = ex + tril::kExBytes;
+  const uint32_t tile = ptx::shared_address(s), ex = tile + kTileSmemBytes;
   const uint32_t stage = ex + FusedConfig::kExchangeBytes;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-  for (int i = tid; i < 512; i += 128) ptx::sts4u(ex + 16 * i, 0, 0, 0, 0);
+  for (int i = tid; i < 1024; i += 128) ptx::sts4u(tile + 16 * i, 0, 0, 0, 0);  // the tile and the exchange memory
   for (int i = tid; i < 64 * 128; i += 128)
-    *reinterpret_cast<T*>(s + (stage - tile) + i % 128 / 64 * FusedConfig::kPanelBytes +
+    *reinterpret_cast<T*>(s + (stage - tile) + i % 128 / 64 * FusedConfig::kPanelBytes + FusedConfig::kOffK +
                           swizzle_128(i / 128 * 128 + i % 64 * 2)) = keys[i];
   __syncthreads();
-  const IntraChunk x{0, tile, ex, 1.f, lane, false, tril::Lane(lane), {}, {}, {}};
+  const IntraChunk x{0, tile, ex, 1.f, lane, tril::Lane(lane)};
   for (int b = warp; b < 4; b++) {
     float u[8];  // the accumulators' block [j][i]
     for (int n = 0; n < 8; n++) {
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(128) inverse(const float* l, const T* keys, fl
       if (Guarded)
         ptx::sts(ex + tril::guarded_block(b, warp) + (i * 16 + j) * 4, u[n]);
       else if (b == warp)
-        ptx::sts(su + warp * tril::kBlockU + (j * tril::kPitchU + i) * 4, u[n]);
+        ptx::sts(x.u() + warp * intra::kBlockU + intra::place_u(j, i), u[n]);
     }
     if (Guarded || b == warp) continue;
     if (b == 1)
@@ -384,13 +384,13 @@ __global__ void __launch_bounds__(128) inverse(const float* l, const T* keys, fl
   if (Guarded) {
     tril::guarded_inverse<T>(tile, ex, tid);
   } else {
-    if (warp >= 2) tril::diagonal_inverses<T>(tile, ex, su, warp - 2, lane);
+    if (warp == 3) invert_diagonals<T>(x);
     ptx::proxy_fence();
     ptx::named_sync(kIntraBarrier + 1, 128);
-    float acc[64];
+    float acc[48];
     poison = blocks_and_scores<T, false>(acc, x, uniform(stage), warp, x.at, kIntraBarrier + 2);
-    for (int i = 0; i < 32; i++)
-      scores[(16 * warp + lane / 4 + i / 2 % 2 * 8) * 64 + i / 4 * 8 + fragment_col(lane) + i % 2] = acc[i];
+    for (int i = 0; i < 16; i++)
+      scores[(16 * warp + lane / 4 + i / 2 % 2 * 8) * 64 + 32 + i / 4 * 8 + fragment_col(lane) + i % 2] = acc[i];
   }
   if (__syncthreads_or(poison) && tid == 0) *overflow = 1;
   for (int i = tid; i < 4096; i += 128) {
@@ -433,12 +433,12 @@ void test_inverse(const char* name, double size, double limit, bool want_overflo
   const auto scores = dscores.download();
   double off = 0;
   for (int j = 0; j < 64; j++)
-    for (int i = 0; i < 64; i++) {
+    for (int i = 32; i < 64; i++) {
       double exact = 0;
       for (int d = 0; d < 128; d++) exact += value(keys[j * 128 + d]) * value(keys[i * 128 + d]);
       off = std::max(off, std::abs(exact - double(scores[j * 64 + i])));
     }
-  check(off < 1e-4, std::string(name) + ": K K^T between its products");
+  check(off < 1e-4, std::string(name) + ": K K^T of the later half between its products");
 }
 
 }  // namespace

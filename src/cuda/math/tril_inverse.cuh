@@ -1,7 +1,9 @@
 // Inverse of a unit lower triangular 64 x 64 matrix by one warpgroup, exact to the rounding of its block products:
 //   A = (I - U^T)^-1,  U strictly upper: U[j][i] = -(what row i of A takes from row j),  j < i.
 // Everything is transposed: warp w holds rows j = 16 w .. 16 w + 15 of U and of A^T, as wgmma's accumulators have them.
-//   1. the four 16 x 16 diagonal blocks T_b by substitution in fp32, one thread a column;
+//   1. the four 16 x 16 diagonal blocks T_b by substitution in fp32 (chunk_intra/inverse.cuh: substitute_rows,
+//   forward_fused/intra_blocks.cuh:
+//      invert_diagonals);
 //   2. the blocks below by two levels of fp16 products with fp32 sums (forward_fused/role_intra.cuh: blocks_and_scores),
 //        A10^T = (T0^T U01) T1^T,  A32^T = (T2^T U23) T3^T,  A[2:4,0:2]^T = (Ta^T U[0:2,2:4]) Tb^T,   Ta, Tb: the 32 x 32
 //        inverses.
@@ -26,10 +28,6 @@ namespace qla::cuda::tril {
 //   P: U[0:2,2:4] in bytes 0-63, Tb^T in bytes 64-127 (rows 0-15, bytes 96-127 are standing zeros)
 //   Q: U01 | U23 in rows 0-15 bytes 0-63; T0 in rows 16-31 bytes 0-31; T1 (rows 0-15) and T3 (rows 16-31) in bytes 64-95
 inline constexpr int kExP = 0, kExQ = 4096, kExBytes = 8192;
-// ---- diagonal blocks of U in fp32; the odd pitch of a block keeps two substitutions of one warp off each other's banks
-inline constexpr int kPitchU = 20, kBlockU = (16 * kPitchU + 4) * 4;
-static_assert(4 * kBlockU <= 6144);
-
 // Where block (b, w) (rows 16 b, columns 16 w) of a tile begins, and in it a lane's address for stmatrix_x4_trans. Spread: the
 // 8-KiB tile of the consumer, its upper blocks standing zeros; else the 5-KiB tile as it lies in memory (formats.hpp).
 template <bool Spread>
@@ -72,45 +70,6 @@ __device__ __forceinline__ void finish_four(float* x, float4 row0, float2 row1, 
   x[0] += row0.z * x[2];
   x[0] += row0.y * x[1];
 }
-// Column c of (I - U^T)^-1 of one diagonal block, U row by row from shared memory (a broadcast); groups of four rows, so that
-// four chains run at once.
-__device__ __forceinline__ void substitute(float (&x)[16], uint32_t u, int c) {
-  const float column = float(c);
-#pragma unroll
-  for (int j = 0; j < 16; j++) asm("set.eq.f32.f32 %0, %1, %2;" : "=f"(x[j]) : "f"(column), "f"(float(j)));  // one instruction
-#pragma unroll
-  for (int m = 3; m >= 0; m--) {
-#pragma unroll
-    for (int q = 3; q > m; q--) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) take_four(x[4 * m + i], ptx::lds4(u + ((4 * m + i) * kPitchU + 4 * q) * 4), x + 4 * q);
-    }
-    const float4 r0 = ptx::lds4(u + (4 * m * kPitchU + 4 * m) * 4), r1 = ptx::lds4(u + ((4 * m + 1) * kPitchU + 4 * m) * 4),
-                 r2 = ptx::lds4(u + ((4 * m + 2) * kPitchU + 4 * m) * 4);
-    finish_four(x + 4 * m, r0, make_float2(r1.z, r1.w), r2.w);
-  }
-}
-// Two diagonal blocks, 2 half and 2 half + 1, by one warp: to the tile and as operands to the exchange regions.
-template <typename T>
-__device__ __forceinline__ void diagonal_inverses(uint32_t tile, uint32_t ex, uint32_t s_u, int half, int lane) {
-  const int hi = lane / 16, c = lane % 16, b = 2 * half + hi;
-  float t[16];
-  substitute(t, s_u + b * kBlockU, c);
-  // T0 and T1, or T2 and T3; T3 twice. The second half of a row of 32 bytes: ^ 16
-  const uint32_t row = swizzle_128(c * 128 + 64);
-  const uint32_t first = half == 0 ? ex + kExQ + (hi ? row : 2048 + (row ^ 64)) : ex + kExP + (hi ? 2048 + (row ^ 32) : row),
-                 second = ex + kExQ + 2048 + row, diagonal = tile + tile_block<true>(b, b) + swizzle_32(c * 32);
-#pragma unroll
-  for (int q = 0; q < 2; q++) {
-    const float* x = t + 8 * q;
-    const uint32_t a0 = pack<__half>(x[0], x[1]), a1 = pack<__half>(x[2], x[3]), a2 = pack<__half>(x[4], x[5]),
-                   a3 = pack<__half>(x[6], x[7]);
-    ptx::sts4u(first ^ 16 * q, a0, a1, a2, a3);
-    if (b == 3) ptx::sts4u(second ^ 16 * q, a0, a1, a2, a3);
-    ptx::sts4u(diagonal ^ 16 * q, pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
-  }
-}
-
 // What a thread's elements of the finished blocks, at most sixteen, may add up to. Keys and beta that shrink the state
 // (beta |k|^2 <= 2) give entries of at most 2; much larger ones mean a growing recurrence, in which the operands' fp16 rounding
 // grows along.

@@ -37,13 +37,14 @@ ForwardArgs forward_args(const ForwardParams& p) {
   args.p = p;
   args.row_tokens = std::max<int64_t>(p.tokens, 1);
   if (p.batch * p.tokens == 0) return args;
-  auto map = [&](const TokenView& x, int heads, const char* name) {
-    return make_token_map({x.data, x.stride_b, x.stride_t, x.stride_h, p.batch, p.tokens, heads}, p.dtype == QLA_BFLOAT16, name);
+  auto map = [&](const TokenView& x, int heads, const char* name, int box = 64) {
+    return make_token_map({x.data, x.stride_b, x.stride_t, x.stride_h, p.batch, p.tokens, heads, box}, p.dtype == QLA_BFLOAT16,
+                          name);
   };
   args.k = map(p.k, p.num_k_heads, "k");
   args.v = map(p.v, p.num_v_heads, "v");
   if (p.output) {
-    args.q = map(p.q, p.num_k_heads, "q");
+    args.q = map(p.q, p.num_k_heads, "q", p.fused ? 32 : 64);  // the fused form has Q's halves in places of their own
     args.o = map(p.o, p.num_v_heads, "o");
   }
   return args;

@@ -12,10 +12,12 @@ struct FusedConfig {
   static constexpr bool kOutput = true;
   static constexpr int kThreads = 512;
 
-  // K and Q stage: two panels of 64 columns, in each 64 rows of K, then 64 of Q | gate vectors. V stage: two panels; O takes
-  // their place.
+  // K and Q stage: two panels of 64 columns, in each rows 0-31 of Q, 0-63 of K, 32-63 of Q, so that the first halves of Q and K
+  // are one operand, and the second ones | gate vectors. V stage: two panels; O takes their place.
   static constexpr int kStages = 3;
   static constexpr int kKqBytes = 32768, kPanelBytes = 16384, kVBytes = 16384;
+  static constexpr int kOffK = 4096;  // in a panel
+  static constexpr int query_row(int row) { return row * 128 + (row < 32 ? 0 : 8192); }
   static constexpr int kOffVec = kKqBytes, kStageBytes = kKqBytes + 3072;
   static constexpr int kOffPairs = kStages * kStageBytes;              // 2 x (Abar, Pg)
   static constexpr int kOffExchange = kOffPairs + 4 * kTileSmemBytes;  // of the inverse

@@ -9,7 +9,7 @@
 //   load     0                 24    the item queue                lane 0 issues tensor loads (K, Q, V) and one bulk load (gate vectors)
 //   store    1, 2              24    -                             tensor store of one state warpgroup's O each (a tail row by row); hands V's stage back; Save: copies Abar and normed vectors out
 //   helper   3                 24    rows past a sequence's end    zeroes them in a last chunk's tiles; o of skipped sequences and past the last one
-//   intra    4-7               104   exchange memory               K [K;Q]^T; Abar (F3), Pg (F6), a chunk or two ahead of the states
+//   intra    4-7               104   exchange memory               K [K;Q]^T, j <= i; Abar (F3), Pg (F6), a chunk or two ahead of the states
 //   state    8-11, 12-15       192   S^T rows (64 x 128 fp32 each) KS, QS; R (F4); Delta (F5); E (F8); S (F9); O (F7)
 //
 // Edges                 from -> to               count               guards
@@ -32,7 +32,7 @@
 // Written by ordinary stores and read by wgmma or a tensor store: proxy fence in every writing thread before its arrive.
 //
 // SMEM          KiB
-//   K, Q        3 x 35     K rows then Q rows in each of two 64-column panels | cumulated gate, beta, gamma, q_scale, e_scale (rk, q)
+//   K, Q        3 x 35     rows of Q, K, Q (config.hpp) in each of two 64-column panels | cumulated gate, beta, gamma, q_scale, e_scale (rk, q)
 //   Abar, Pg    2 x 16     lower blocks under standing zeros, 32-byte swizzle (formats.hpp)
 //   exchange    14         the inverse's operands (math/tril_inverse.cuh)
 //   V           3 x 16     O takes its place

@@ -135,8 +135,11 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
         ptx::mbarrier_arrive_expect(bar, (quiet ? Cfg::kKqBytes / 2 : Cfg::kKqBytes) + (by_states ? 0 : 4 * kFusedVecFloats));
 #pragma unroll
         for (int p = 0; p < 2; p++) {
-          ptx::tensor_load_4d(st + p * Cfg::kPanelBytes, &a.k, 64 * p, k_head, row, batch, bar);
-          if (!quiet) ptx::tensor_load_4d(st + p * Cfg::kPanelBytes + 8192, &a.q, 64 * p, k_head, row, batch, bar);
+          const uint32_t panel = st + p * Cfg::kPanelBytes;
+          ptx::tensor_load_4d(panel + Cfg::kOffK, &a.k, 64 * p, k_head, row, batch, bar);
+          if (quiet) continue;
+          ptx::tensor_load_4d(panel, &a.q, 64 * p, k_head, row, batch, bar);
+          ptx::tensor_load_4d(panel + Cfg::query_row(32), &a.q, 64 * p, k_head, row + 32, batch, bar);
         }
         if (!by_states) ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
       }
@@ -180,8 +183,7 @@ template <bool Norm>
 __device__ __forceinline__ void save_chunk(const ForwardArgs& a, const FusedSmem& sm, const FusedWalk& walk, int part) {
   ptx::mbarrier_wait(sm.pairs().full(walk.pair()), walk.pair_phase());
   const uint32_t item = sm.slot_address(walk.slot());
-  const int64_t index =
-      int64_t(slot::chunk_slot(item) + slot::chunks(item) - int(walk.bits >> 5)) * a.p.num_v_heads + slot::v_head(item);
+  const int64_t index = int64_t(slot::chunk_slot(item) + slot::chunks(item) - walk.left()) * a.p.num_v_heads + slot::v_head(item);
   if (part == 0) {
     uint8_t* to = a.p.saved_abar + index * kTileBytes;
     const uint32_t tile = sm.pair(walk.pair());
@@ -219,7 +221,7 @@ __device__ __forceinline__ void fused_store_role(const ForwardArgs& a, const Fus
       const uint32_t tile = sm.v_stage(s) + part * 8192;
       if (Cut && walk.left() > slot::chunks(item) - slot::warmup(item)) {
         // no output
-      } else if (walk.bits < 64 && slot::last_rows(item) != 64) {
+      } else if (walk.last() && slot::last_rows(item) != 64) {
         store_tail(a, item, tile, row, part * 64, lane);
         __syncwarp();
       } else if (lane == 0) {
@@ -242,11 +244,22 @@ __device__ __forceinline__ void zero_row(const ForwardArgs& a, int batch, int ro
 #pragma unroll 1
   for (int i = lane; i < 16; i += lanes) *reinterpret_cast<uint4*>(o + 16 * i) = make_uint4(0, 0, 0, 0);
 }
-__device__ __forceinline__ void zero_rows_from(uint32_t panel, int rows, int runs, int lane) {
+__device__ __forceinline__ void zero_rows(uint32_t tile, int from, int to, int lane) {
 #pragma unroll 1
-  for (int run = 0; run < runs; run++)
+  for (int at = from * 128 + lane * 16; at < to * 128; at += 512) ptx::sts4u(tile + at, 0, 0, 0, 0);
+}
+// .. of K and Q, then of V
+__device__ __forceinline__ void zero_tiles_from(uint32_t stage, int rows, int lane) {
 #pragma unroll 1
-    for (int at = rows * 128 + lane * 16; at < 8192; at += 512) ptx::sts4u(panel + run * 8192 + at, 0, 0, 0, 0);
+  for (int p = 0; p < 2; p++, stage += FusedConfig::kPanelBytes) {
+    zero_rows(stage, rows, 32, lane);
+    zero_rows(stage + FusedConfig::kOffK, rows, 64, lane);
+    zero_rows(stage + FusedConfig::query_row(32), max(rows - 32, 0), 32, lane);
+  }
+}
+__device__ __forceinline__ void zero_values_from(uint32_t stage, int rows, int lane) {
+#pragma unroll 1
+  for (int p = 0; p < 2; p++) zero_rows(stage + 8192 * p, rows, 64, lane);
 }
 template <bool Cut>
 __device__ __forceinline__ void fused_helper_role(const FusedArgs& a, const FusedSmem& sm) {
@@ -274,9 +287,9 @@ __device__ __forceinline__ void fused_helper_role(const FusedArgs& a, const Fuse
     if (slot::chunks(item) > 0 && rows != 64) {
       const int s = int((walked - 1) % uint32_t(FusedConfig::kStages));
       ptx::mbarrier_wait(sm.raw_tiles(s), phases >> s & 1);
-      zero_rows_from(sm.stage(s), rows, 4, lane);
+      zero_tiles_from(sm.stage(s), rows, lane);
       ptx::mbarrier_wait(sm.raw_values(s), phases >> s & 1);
-      zero_rows_from(sm.v_stage(s), rows, 2, lane);
+      zero_values_from(sm.v_stage(s), rows, lane);
       phases ^= 1u << s;
       ptx::proxy_fence();
       __syncwarp();

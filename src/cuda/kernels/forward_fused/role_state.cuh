@@ -91,13 +91,13 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
 #pragma unroll
       for (int i = 0; i < 32; i++) sf[i] = pack<T>(state[2 * i], state[2 * i + 1]);
       if constexpr (Norm) ptx::mbarrier_wait(sm.normed(s), walk.phase());  // the intra role is ahead
-      const uint64_t kq = descriptor_k_major(st), k = descriptor_mn_major(st, Cfg::kPanelBytes),
+      const uint64_t kq = descriptor_k_major(st), k = descriptor_mn_major(st + Cfg::kOffK, Cfg::kPanelBytes),
                      tile = descriptor_k_major_32(abar);
       float gamma_c = ptx::lds(st + Cfg::kOffVec + ((Norm ? kFusedCum : kFusedGamma) + 63) * 4);
       if constexpr (Norm) gamma_c = exp2_approx(gamma_c);  // the stage's gamma has norms in it
 #pragma unroll
       for (int i = 0; i < 64; i++) state[i] *= gamma_c;
-      float acc[64];  // (K S)^T, (Q S)^T
+      float acc[64];  // (Q S)^T of the first 32 tokens, (K S)^T, (Q S)^T of the others: the order of the rows in a stage
       take_turn();
       ptx::wgmma_fence();
 #pragma unroll
@@ -115,8 +115,9 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
 #pragma unroll
       for (int n = 0; n < 8; n++) {  // (F4)
         const float2 low = unpack<T>(vt[2 * n]), high = unpack<T>(vt[2 * n + 1]);
-        rf[2 * n] = pack<T>(low.x - scale[n].x * acc[4 * n], low.y - scale[n].y * acc[4 * n + 1]);
-        rf[2 * n + 1] = pack<T>(high.x - scale[n].x * acc[4 * n + 2], high.y - scale[n].y * acc[4 * n + 3]);
+        const float* ks = acc + 16 + 4 * n;
+        rf[2 * n] = pack<T>(low.x - scale[n].x * ks[0], low.y - scale[n].y * ks[1]);
+        rf[2 * n + 1] = pack<T>(high.x - scale[n].x * ks[2], high.y - scale[n].y * ks[3]);
       }
       ptx::mbarrier_wait(sm.pairs().full(walk.pair()), walk.pair_phase());
       float delta[32];
@@ -141,10 +142,11 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       ptx::wgmma_wait<1>();  // o leaves under the state's product
 #pragma unroll
       for (int n = 0; n < 8; n++) {  // (F7)
-        o[4 * n] += acc[32 + 4 * n] * scale[n].x;
-        o[4 * n + 1] += acc[33 + 4 * n] * scale[n].y;
-        o[4 * n + 2] += acc[34 + 4 * n] * scale[n].x;
-        o[4 * n + 3] += acc[35 + 4 * n] * scale[n].y;
+        const float* qs = acc + 4 * n + (n < 4 ? 0 : 32);
+        o[4 * n] += qs[0] * scale[n].x;
+        o[4 * n + 1] += qs[1] * scale[n].y;
+        o[4 * n + 2] += qs[2] * scale[n].x;
+        o[4 * n + 3] += qs[3] * scale[n].y;
       }
 #pragma unroll
       for (int j = 0; j < 4; j++)

@@ -43,22 +43,25 @@ __device__ __forceinline__ void put_field(uint32_t slot, size_t offset, int x) {
 // A role's way through stages, tile pairs and item slots, in two registers.
 struct FusedWalk {
   int stage = 0;
-  // 0: parity of the round of stages; 1, 2: pair and parity of its round; 3, 4: item slot and parity of its round; 5 ..: chunks
-  // left
+  // 0: parity of the round of stages; 1, 2: pair and parity of its round; 3, 4: item slot and parity of its round; 5: a mark of
+  // the role's; 6 ..: chunks left
   uint32_t bits = 0;
   __device__ __forceinline__ uint32_t phase() const { return bits & 1; }
   __device__ __forceinline__ uint32_t pair() const { return bits >> 1 & 1; }
   __device__ __forceinline__ uint32_t pair_phase() const { return bits >> 2 & 1; }
   __device__ __forceinline__ uint32_t slot() const { return bits >> 3 & 1; }
   __device__ __forceinline__ uint32_t slot_phase() const { return bits >> 4 & 1; }
-  __device__ __forceinline__ void begin_item(int chunks) { bits |= uint32_t(chunks) << 5; }
-  __device__ __forceinline__ int left() const { return int(bits >> 5); }
-  __device__ __forceinline__ bool more() const { return bits >= 32; }
+  static constexpr uint32_t kMark = 32, kChunk = 64;
+  __device__ __forceinline__ void begin_item(int chunks) { bits |= uint32_t(chunks) * kChunk; }
+  __device__ __forceinline__ int left() const { return int(bits / kChunk); }
+  __device__ __forceinline__ bool more() const { return bits >= kChunk; }
+  __device__ __forceinline__ bool last() const { return bits < 2 * kChunk; }
+  __device__ __forceinline__ bool marked() const { return bits & kMark; }
   __device__ __forceinline__ void next_chunk() {
-    bits = ((bits & ~6u) | ((bits + 2) & 6)) - 32;
+    bits = ((bits & ~6u) | ((bits + 2) & 6)) - kChunk;
     if (++stage == FusedConfig::kStages) stage = 0, bits ^= 1;
   }
-  __device__ __forceinline__ void next_item() { bits = (bits + 8) & 31; }
+  __device__ __forceinline__ void next_item() { bits = (bits & ~24u) | ((bits + 8) & 24); }
 };
 static_assert(FusedConfig::kStages == 3 && FusedConfig::kItemSlots == 2);
 
