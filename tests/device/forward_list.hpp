@@ -137,6 +137,16 @@ inline std::vector<Case> forward_list() {
        .sms = 1,
        .fused = true,
        .normalise = true});
+  // the last chunk's rows end before, at and behind the border of Q's two boxes; the second one may lie past the last token
+  for (bool normalise : {false, true})
+    for (int64_t rows : {31, 32, 33})
+      add({.name = std::string("fused, ") + (normalise ? "norms, " : "") + std::to_string(rows) + " rows in the last chunk",
+           .T = 64 * 3 + rows,
+           .lens = {128, 64 + rows},
+           .Hv = 2,
+           .h0_dtype = QLA_FLOAT32,
+           .fused = true,
+           .normalise = normalise});
   const Case cut{.T = 900, .lens = {640, 200}, .Hv = 2, .gate = 0.5, .segments = 3, .warmup = 1, .fused = true};
   const auto add_cut = [&](const char* name, auto&& change) {
     Case c = cut;
