@@ -11,6 +11,7 @@
 #include "cuda/kernels/plan_segments/cut.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "device/harness.hpp"
+#include "plan/beside.hpp"
 #include "qla/qla.h"
 
 using namespace qla::cuda;
@@ -99,16 +100,17 @@ void compare(const Problem& p, const Lists& lists, const std::string& name) {
   std::multiset<Key> want[2];
   std::multiset<std::tuple<int, int, int>> want_chains;
   int64_t base = 0;
+  const qla::plan::CutRule rule = qla::plan::rule_where_cut(p.rule);  // as cut_passes has it: each sequence by itself
   for (int64_t n = 0; n < p.seqs(); n++) {
     const int64_t bos = p.cu[n], eos = p.cu[n + 1], chunks = (eos - bos + 63) / 64, slot = bos / 64 + n;
     const bool initial = p.initial && (p.has_initial.empty() || p.has_initial[n]);
-    const qla::plan::Cut cut = qla::plan::make_cut(chunks, p.rule);
+    const qla::plan::Cut cut = qla::plan::make_cut(chunks, rule);
     for (int h = 0; h < p.heads; h++, base += cut.num_segments - 1) {
       std::set<int64_t> transitions;
       for (const bool reverse : {false, true}) {
         int64_t run_base = -1, run_count = 0;  // of merged boundaries
         qla::plan::for_each_segment(
-            cut, p.rule, reverse ? p.final : initial, reverse, [&](int64_t c) { return p.decay[(slot + c) * p.heads + h]; },
+            cut, rule, reverse ? p.final : initial, reverse, [&](int64_t c) { return p.decay[(slot + c) * p.heads + h]; },
             [&](const qla::plan::Segment& s) {
               const int64_t behind = base + s.index, from = reverse ? behind : behind - 1, to = reverse ? behind - 1 : behind;
               const int64_t low = reverse ? s.first_chunk : s.first_chunk - s.warmup_chunks;
