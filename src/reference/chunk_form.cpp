@@ -19,24 +19,23 @@ using Tile = std::vector<A>;
 
 struct Exact {
   using Real = double;
-  static constexpr bool kRows = false;
   static double round(double x) { return x; }
 };
 struct Bf16 {
   using Real = float;
-  static constexpr bool kRows = false;  // InverseOrder::kRows
   static float round(float x) { return round_bf16(x); }
 };
 struct Fp16 {
   using Real = float;
-  static constexpr bool kRows = false;
   static float round(float x) { return round_fp16(x); }
 };
 
 template <class P>
-struct ByRows : P {
-  static constexpr bool kRows = true;
-};
+struct ByRows : P {};  // InverseOrder::kRows
+template <class P>
+inline constexpr bool kByRows = false;
+template <class P>
+inline constexpr bool kByRows<ByRows<P>> = true;
 
 template <class P, class A>
 Tile<A> rounded(Tile<A> x) {
@@ -131,42 +130,31 @@ class Head {  // one value head of one sequence
       for (int64_t j = i / block * block; j < i; ++j)
         for (int64_t m = i / block * block; m <= j; ++m) inv[i * C_ + m] -= lower[i * C_ + j] * inv[j * C_ + m];
     }
-    if (P::kRows) {
+    if (kByRows<P>) {
       for (int64_t row = block; row < C_; row += block)
-        for (int64_t column = 0; column < row; column += block) below_by_rows(lower, row, column, block, inv);
+        for (int64_t column = 0; column < row; column += block) below(lower, column, block, row, std::min(C_, row + block), inv);
       return inv;
     }
     for (int64_t size = block; size < C_; size *= 2)
-      for (int64_t from = 0; from + size < C_; from += 2 * size) below(lower, from, size, std::min(C_, from + 2 * size), inv);
+      for (int64_t from = 0; from + size < C_; from += 2 * size)
+        below(lower, from, size, from + size, std::min(C_, from + 2 * size), inv);
     return inv;
   }
-  // block (row, column) of A: -A_row,row (sum of L_row,m A_m,column), from the blocks above it
-  void below_by_rows(const Tile<A>& lower, int64_t row, int64_t column, int64_t block, Tile<A>& inv) const {
-    const int64_t depth = row - column;
-    Tile<A> l(block * depth), above(depth * block), diagonal(block * block);
-    for (int64_t i = 0; i < block; ++i) {
-      for (int64_t m = 0; m < depth; ++m) l[i * depth + m] = round_fp16(lower[(row + i) * C_ + column + m]);
-      for (int64_t m = 0; m < block; ++m) diagonal[i * block + m] = round_fp16(inv[(row + i) * C_ + row + m]);
-    }
-    for (int64_t m = 0; m < depth; ++m)
-      for (int64_t j = 0; j < block; ++j) above[m * block + j] = round_fp16(inv[(column + m) * C_ + column + j]);
-    const Tile<A> inner = rounded<Fp16>(nn(l, above, block, block, depth)), outer = nn(diagonal, inner, block, block, block);
-    for (int64_t i = 0; i < block; ++i)
-      for (int64_t j = 0; j < block; ++j) inv[(row + i) * C_ + column + j] = -outer[i * block + j];
-  }
-  // rows from + size .. end, columns from .. from + size
-  void below(const Tile<A>& lower, int64_t from, int64_t size, int64_t end, Tile<A>& inv) const {
-    const int64_t rows = end - from - size;
-    Tile<A> l21(rows * size), a11(size * size), a22(rows * rows);
+  // Rows row .. end, columns column .. column + width: - A22 (L21 A11) with A22 of these rows, A11 of rows and L21 of columns
+  // column .. row, where A is known
+  void below(const Tile<A>& lower, int64_t column, int64_t width, int64_t row, int64_t end, Tile<A>& inv) const {
+    const int64_t rows = end - row, depth = row - column;
+    const auto operand = [&](const Tile<A>& of, int64_t i0, int64_t j0, int64_t m, int64_t n) {
+      Tile<A> part(m * n);
+      for (int64_t i = 0; i < m; ++i)
+        for (int64_t j = 0; j < n; ++j) part[i * n + j] = round_fp16(of[(i0 + i) * C_ + j0 + j]);
+      return part;
+    };
+    const Tile<A> l21 = operand(lower, row, column, rows, depth), a11 = operand(inv, column, column, depth, width),
+                  a22 = operand(inv, row, row, rows, rows);
+    const Tile<A> inner = rounded<Fp16>(nn(l21, a11, rows, width, depth)), outer = nn(a22, inner, rows, width, rows);
     for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < size; ++j) l21[i * size + j] = round_fp16(lower[(from + size + i) * C_ + from + j]);
-    for (int64_t i = 0; i < size; ++i)
-      for (int64_t j = 0; j < size; ++j) a11[i * size + j] = round_fp16(inv[(from + i) * C_ + from + j]);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < rows; ++j) a22[i * rows + j] = round_fp16(inv[(from + size + i) * C_ + from + size + j]);
-    const Tile<A> inner = rounded<Fp16>(nn(l21, a11, rows, size, size)), outer = nn(a22, inner, rows, size, rows);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < size; ++j) inv[(from + size + i) * C_ + from + j] = -outer[i * size + j];
+      for (int64_t j = 0; j < width; ++j) inv[(row + i) * C_ + column + j] = -outer[i * width + j];
   }
 
   // One chunk of the forward walk. state becomes S+; delta and snapshot are what a state pass would store.
