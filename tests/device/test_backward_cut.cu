@@ -276,9 +276,6 @@ int main(int argc, char** argv) {
     p.rule.max_warmup_chunks = pick(0, 2 * p.rule.segment_chunks);
     p.rule.exact = pick(0, 5) == 0;
     p.rule.balance = int32_t(pick(0, 1));
-    // backward has uncut_chunks with even segments alone (choose_backward.hpp): a given plan's, where each sequence counts by
-    // itself
-    if (p.rule.balance == 0) p.rule.uncut_chunks = 0;
     gates(p);
     const std::string name = "round " + std::to_string(round) + " (" + std::to_string(n) + " sequences, " +
                              std::to_string(p.heads) + " heads, L " + std::to_string(p.rule.segment_chunks) + ")";
