@@ -3,15 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <random>
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include "cuda/kernels/chunk_intra/launch.hpp"
 #include "cuda/math/exp.cuh"
 #include "cuda/tensor_map.hpp"
 #include "device/harness.hpp"
+#include "device/numbers.hpp"
 #include "qla/qla.h"
 
 namespace {
@@ -38,44 +36,8 @@ struct Case {
   int repeats = 0;       // more launches, whose bits must be the same
 };
 
-float round16(double x, bool fp16) {
-  return fp16 ? __half2float(__float2half(float(x))) : __bfloat162float(__float2bfloat16(float(x)));
-}
-uint16_t bits16(float x, bool fp16) {
-  uint16_t b;
-  if (fp16) {
-    __half h = __float2half(x);
-    std::memcpy(&b, &h, 2);
-  } else {
-    __nv_bfloat16 h = __float2bfloat16(x);
-    std::memcpy(&b, &h, 2);
-  }
-  return b;
-}
-float value16(uint16_t b, bool fp16) {
-  if (fp16) {
-    __half h;
-    std::memcpy(&h, &b, 2);
-    return __half2float(h);
-  }
-  __nv_bfloat16 h;
-  std::memcpy(&h, &b, 2);
-  return __bfloat162float(h);
-}
 double round_to(double x, int32_t dtype) {
-  return dtype == QLA_FLOAT64 ? double(float(x)) : dtype == QLA_FLOAT32 ? double(float(x)) : round16(x, dtype == QLA_FLOAT16);
-}
-size_t size_of(int32_t dtype) { return dtype == QLA_FLOAT64 ? 8 : dtype == QLA_FLOAT32 ? 4 : 2; }
-void put(std::vector<uint8_t>& buffer, size_t index, double x, int32_t dtype) {
-  if (dtype == QLA_FLOAT64)
-    std::memcpy(&buffer[index * 8], &x, 8);
-  else if (dtype == QLA_FLOAT32) {
-    float f = float(x);
-    std::memcpy(&buffer[index * 4], &f, 4);
-  } else {
-    uint16_t b = bits16(float(x), dtype == QLA_FLOAT16);
-    std::memcpy(&buffer[index * 2], &b, 2);
-  }
+  return dtype == QLA_FLOAT64 || dtype == QLA_FLOAT32 ? double(float(x)) : round16(x, dtype == QLA_BFLOAT16);
 }
 
 struct Problem {
@@ -136,17 +98,17 @@ Problem make(const Case& c, uint32_t seed) {
         for (int d = 0; d < 128; d++) {
           const bool pad = t >= used;
           const float r =
-              pad ? NAN : round16(x[d] / std::sqrt(s) * wide * (c.keys == Keys::kWide || !which ? c.key_size : 1), c.fp16);
+              pad ? NAN : round16(x[d] / std::sqrt(s) * wide * (c.keys == Keys::kWide || !which ? c.key_size : 1), !c.fp16);
           (which ? p.q : p.k)[(t * H + h) * 128 + d] = r;
           const size_t at = c.strided ? (size_t(t) * rowk + (which ? h : H + 1 + h)) * 128 + d
                                       : (which ? 0 : size_t(p.total) * H * 128) + (size_t(t) * H + h) * 128 + d;
-          p.kq[at] = bits16(r, c.fp16);
+          p.kq[at] = to_bits(r, !c.fp16);
         }
       }
   p.g.resize(p.total * HV);
   p.beta.resize(p.total * HV);
-  p.g_raw.resize(p.total * HV * size_of(c.g_dtype));
-  p.beta_raw.resize(p.total * HV * size_of(c.beta_dtype));
+  p.g_raw.resize(p.total * HV * dtype_size(c.g_dtype));
+  p.beta_raw.resize(p.total * HV * dtype_size(c.beta_dtype));
   p.a_log.resize(HV);
   p.dt_bias.resize(HV);
   for (int h = 0; h < HV; h++) p.a_log[h] = float(uniform(rng) * 3 - 2), p.dt_bias[h] = float(normal(rng));
@@ -160,8 +122,8 @@ Problem make(const Case& c, uint32_t seed) {
       g = round_to(g, c.g_dtype);
       b = round_to(b, c.beta_dtype);
       const size_t at = size_t(h) * p.total + t;  // head-major in memory: a stride that is not the usual one
-      put(p.g_raw, c.strided ? at : size_t(t) * HV + h, g, c.g_dtype);
-      put(p.beta_raw, c.strided ? at : size_t(t) * HV + h, b, c.beta_dtype);
+      put(p.g_raw, c.strided ? at : size_t(t) * HV + h, c.g_dtype, g);
+      put(p.beta_raw, c.strided ? at : size_t(t) * HV + h, c.beta_dtype, b);
       if (c.flags & QLA_FLAG_RAW_GATE) g = -std::exp(double(p.a_log[h])) * std::log1p(std::exp(g + p.dt_bias[h]));
       if (c.flags & QLA_FLAG_BETA_SIGMOID) b = (c.flags & QLA_FLAG_NEG_EIGVAL ? 2 : 1) / (1 + std::exp(-b));
       p.g[t * HV + h] = g < -88 ? -88 : g;

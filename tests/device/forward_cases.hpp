@@ -1,8 +1,6 @@
 // Inputs, float64 intra-chunk stage and float64 token recurrence on the host for the forward kernel's tests.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,6 +15,7 @@
 #include <vector>
 
 #include "cuda/formats.hpp"
+#include "device/numbers.hpp"
 #include "qla/qla.h"
 
 #define CUDA_OK(x)                                                                    \
@@ -32,28 +31,9 @@ namespace fwdtest {
 
 using namespace qla::cuda;
 
-inline uint16_t to_bits(double x, bool bf16) {
-  uint16_t r;
-  if (bf16) {
-    __nv_bfloat16 b = __float2bfloat16(float(x));
-    std::memcpy(&r, &b, 2);
-  } else {
-    __half b = __float2half(float(x));
-    std::memcpy(&r, &b, 2);
-  }
-  return r;
-}
-inline double from_bits(uint16_t x, bool bf16) {
-  if (bf16) {
-    __nv_bfloat16 b;
-    std::memcpy(&b, &x, 2);
-    return __bfloat162float(b);
-  }
-  __half b;
-  std::memcpy(&b, &x, 2);
-  return __half2float(b);
-}
-inline double round16(double x, bool bf16) { return from_bits(to_bits(x, bf16), bf16); }
+using qla::test::from_bits;
+using qla::test::round16;
+using qla::test::to_bits;
 
 struct Rng {
   std::mt19937_64 g;

@@ -10,7 +10,7 @@ double tile_value(const std::vector<uint8_t>& tiles, size_t index, int i, int j,
   off ^= (off >> 7 & 1) << 4;
   uint16_t b;
   std::memcpy(&b, &tiles[index * kTileBytes + panel_offset(w) + off], 2);
-  return value16(b, fp16);
+  return from_bits(b, !fp16);
 }
 // NaN and inf must meet their like
 double difference(double a, double b) {
@@ -90,8 +90,9 @@ void run(const Case& c, uint32_t seed) {
         for (int j = 0; j < 64; j++) {
           if (c.ungated) {
             if (i >= n) continue;
-            worst_a = std::max(
-                worst_a, difference(x[i * 64 + j], value16(a_inv[((rec.token + i) * HV + h) * 64 + j], c.fp16)) / chunk_largest);
+            worst_a =
+                std::max(worst_a, difference(x[i * 64 + j], from_bits(a_inv[((rec.token + i) * HV + h) * 64 + j], !c.fp16)) /
+                                      chunk_largest);
             continue;
           }
           worst_a = std::max(worst_a, difference(x[i * 64 + j], tile_value(abar, index, i, j, c.fp16)) / chunk_largest);

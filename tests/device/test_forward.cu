@@ -9,36 +9,11 @@
 #include "forward_list.hpp"
 
 using namespace fwdtest;
+using qla::test::dtype_size;
+using qla::test::get;
+using qla::test::put;
 
 static int g_failed = 0, g_passed = 0, g_sms = 132;
-
-static size_t dtype_size(int t) { return t == QLA_FLOAT64 ? 8 : t == QLA_FLOAT32 ? 4 : 2; }
-static void put(std::vector<uint8_t>& b, size_t i, int t, double x) {
-  if (t == QLA_FLOAT64)
-    std::memcpy(&b[i * 8], &x, 8);
-  else if (t == QLA_FLOAT32) {
-    float f = float(x);
-    std::memcpy(&b[i * 4], &f, 4);
-  } else {
-    uint16_t u = to_bits(x, t == QLA_BFLOAT16);
-    std::memcpy(&b[i * 2], &u, 2);
-  }
-}
-static double get(const std::vector<uint8_t>& b, size_t i, int t) {
-  if (t == QLA_FLOAT64) {
-    double x;
-    std::memcpy(&x, &b[i * 8], 8);
-    return x;
-  }
-  if (t == QLA_FLOAT32) {
-    float x;
-    std::memcpy(&x, &b[i * 4], 4);
-    return x;
-  }
-  uint16_t u;
-  std::memcpy(&u, &b[i * 2], 2);
-  return from_bits(u, t == QLA_BFLOAT16);
-}
 
 static void report(const std::string& name, bool ok, const char* detail) {
   (ok ? g_passed : g_failed)++;
