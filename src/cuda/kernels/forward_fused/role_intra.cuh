@@ -7,8 +7,8 @@
 //                16 (w - 2) + .. of K K^T, which is symmetric.
 //
 // So warps 2 and 3 have all diagonal blocks of U, and warp 3, which has the fewest others, inverts them. The next chunk's first
-// product runs between this one's block products, which leave the tensor cores idle; its second one is issued when Abar has been
-// handed over, ahead of what the states issue then: all products of a multiprocessor wait in one line.
+// product runs between this one's block products, which leave the tensor cores idle, its second one behind the last of them, ahead
+// of what the states issue when they have Abar: all products of a multiprocessor wait in one line.
 #pragma once
 
 #include "cuda/kernels/forward_fused/intra_blocks.cuh"
@@ -110,7 +110,8 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[48], const IntraC
 #pragma unroll
   for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, further(p, 64 + 32 * k), k > 0);
   ptx::wgmma_commit();
-  ptx::wgmma_wait();
+  low_scores<T>(acc, next);  // done before the states get Abar
+  ptx::wgmma_wait<1>();
   if (warp < 2) {
     store_block<T>(tile + tile_block<true>(2, warp) + at.tile, z2);
     store_block<T>(tile + tile_block<true>(3, warp) + at.tile, z2 + 8);
@@ -186,9 +187,6 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
       const bool mine = __any_sync(~0u, poison);
       __syncwarp();
       if (!mine && lane == 0) ptx::mbarrier_arrive(pairs.full(walk.pair()));
-      // ahead of what the states issue for Abar
-      ptx::wgmma_fence();
-      low_scores<T>(acc, descriptor_k_major(next_stage));
       if (any_of_128(kIntraBarrier + 3, poison)) [[unlikely]] {
         redo_guarded<T, Norm>(x, stage, thread_in_group());
         if (mine && lane == 0) ptx::mbarrier_arrive(pairs.full(walk.pair()));
