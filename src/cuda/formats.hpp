@@ -47,7 +47,7 @@ inline constexpr int kVecBytesForward = 1024;  // part A
 // the record above: a call that saves makes it there, and the kernel stores what norms change.
 inline constexpr int kFusedQ = 0, kFusedE = 64, kFusedGamma = 128, kFusedCum = 192, kFusedBeta = 256;
 inline constexpr int kFusedVecFloats = 320;
-inline constexpr int kFusedRk = 320, kFusedRq = 384, kFusedPgRows = 448, kFusedCumRows = 512, kFusedStageFloats = 576;
+inline constexpr int kFusedRk = 320, kFusedRq = 384, kFusedPgRows = 448, kFusedCumRows = 512;
 inline constexpr int kFusedInRecord = kVecQ;  // where it begins there
 static_assert(kFusedE + kFusedInRecord == kVecE && kFusedGamma + kFusedInRecord == kVecGamma &&
               kFusedCum + kFusedInRecord == kVecG && kFusedBeta + kFusedInRecord == kVecBeta &&
@@ -90,7 +90,7 @@ inline constexpr int32_t kCarry = 2;       // the last one of this range, the se
 //     dO S^T.
 //   Delta: 16 KiB, [64 tokens][128 v] in two 64-column panels, as a tensor copy lays V; half h of V is panel h.
 // dR = dV is read back from the [B, T, HV, 128] tensor dV.
-inline constexpr int kSnapshotBytes = 32768, kSnapshotHalfBytes = 16384, kDeltaBytes = 16384;
+inline constexpr int kSnapshotBytes = 32768, kDeltaBytes = 16384;
 
 // One unit of work of backward_passes: a run of a sequence's chunks, one value head, walked forwards (the state pass) or from the
 // highest chunk down (the reverse pass).
@@ -147,10 +147,10 @@ struct MergeChain {
 };
 inline constexpr int kStateFloats = 128 * 128;
 
-// What cut_items says of each (sequence, value head) where the main pass is fused: one of its boundaries is merged, one is not.
+// What cut_items says of each (sequence, value head) where the main pass is fused: one of its boundaries is not merged.
 // What keys add to ghat (C4) no sum of gates knows. So the sums leave kGrowthRoom a chunk for it, and the main pass looks whether
 // beta |k|^2 stays below kMostKeyStep, which bounds it by that; if not, the head is distrusted and walked again, uncut.
-inline constexpr uint8_t kHeadMerges = 1, kHeadForgets = 2, kHeadDistrusted = 4;
+inline constexpr uint8_t kHeadForgets = 1, kHeadDistrusted = 2;
 inline constexpr float kGrowthRoom = 0.1f, kMostKeyStep = 2.0f + kGrowthRoom / 64;
 
 struct StateView {  // [n, HV, K, V] by strides in elements; data == nullptr: absent

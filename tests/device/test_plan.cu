@@ -243,7 +243,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
         }
       });
       if (entry > first_entry) want_chains.push_back({first_entry, entry - first_entry});
-      const int bits = (merged_boundaries > 0) * kHeadMerges | (merged_boundaries < boundaries) * kHeadForgets;
+      const int bits = (merged_boundaries < boundaries) * kHeadForgets;
       if (p.says_heads && cuts_anything(p))
         words &= t.heads[size_t(n * p.heads + h)] == bits && t.until[size_t(n * p.heads + h)] == until;
     }
@@ -259,7 +259,7 @@ void compare(const Problem& p, const Tables& t, const std::string& name) {
     for (int j = 0; j < chains[i].second && chains_right; j++) counted[chains[i].first + j] = want_chains[i].first + j;
   }
   check(chains_right && int(counted.size()) == entry, name + ": chains");
-  check(words, name + ": heads that merge, heads that forget, how far the pre-pass walks");
+  check(words, name + ": heads that forget, how far the pre-pass walks");
   const auto host_entry = [&](int e) { return counted.count(e) ? counted[e] : -1; };
   bool same = true;
   for (const auto& [e, host] : counted) same &= t.transitions[size_t(e)] == want_transitions[size_t(host)];

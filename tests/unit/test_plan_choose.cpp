@@ -1,4 +1,4 @@
-// plan/choose, order, layout: golden choices for an H200, and a fuzz of random packings: bounds from shapes hold for any
+// plan/choose, layout: golden choices for an H200, and a fuzz of random packings: bounds from shapes hold for any
 // boundaries and gates.
 #include "plan/choose.hpp"
 
@@ -14,7 +14,6 @@
 #include "plan/beside.hpp"
 #include "plan/choose_cpu.hpp"
 #include "plan/layout.hpp"
-#include "plan/order.hpp"
 #include "unit/plan_rows.hpp"
 
 namespace qla::plan {
@@ -333,20 +332,6 @@ TEST(ChooseCpu, Golden) {
   policy.mode = QLA_CP_FIXED, policy.fixed_chunks = 5;
   EXPECT_EQ(choose_cpu(policy, 9, 64, 1, 512).segment_chunks, 5);
   EXPECT_FALSE(choose_cpu(policy, 9, 64, 1, 512).balance);
-}
-
-TEST(Order, LongestFirst) {
-  for (int64_t longest : {1, 5, 31, 32, 33, 1000, 1 << 25}) {
-    int32_t previous = 0;
-    for (int64_t walked = longest + 2; walked >= 0; walked -= std::max<int64_t>(1, longest / 500)) {
-      const int32_t bucket = order_bucket(walked, longest);
-      ASSERT_GE(bucket, previous);
-      ASSERT_LT(bucket, kOrderBuckets);
-      previous = bucket;
-    }
-    EXPECT_EQ(order_bucket(longest, longest), 0);
-  }
-  EXPECT_EQ(order_bucket(0, 0), 0);
 }
 
 TEST(WorkspaceLayout, QueryAndCarvingAgree) {

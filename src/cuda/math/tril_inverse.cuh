@@ -79,7 +79,6 @@ __device__ __forceinline__ float sum_of_sizes(const float* z) {
          ((fabsf(z[4]) + fabsf(z[5])) + (fabsf(z[6]) + fabsf(z[7])));
 }
 // ---- the guarded form: all in fp32. Needs 14 KiB: U's ten lower blocks [i][j], then 64 x 16 floats of the columns at work.
-inline constexpr int kGuardedBytes = 14336;
 __device__ __forceinline__ uint32_t guarded_block(int b, int w) { return (b * (b + 1) / 2 + w) * 1024; }
 // 16 columns at a time: eight lanes a column share each row's sum. The caller synchronises before and after.
 template <typename T>

@@ -28,11 +28,5 @@ __device__ __forceinline__ float warp_sum(float x) {
   for (int d = Lanes / 2; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
   return x;
 }
-template <int Lanes = 32>
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int d = Lanes / 2; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-  return x;
-}
 
 }  // namespace qla::cuda

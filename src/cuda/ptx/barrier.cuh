@@ -26,23 +26,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-__device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(done)
-               : "r"(bar), "r"(parity)
-               : "memory");
-  return done != 0;
-}
-// the same barrier of CTA `rank` of the cluster. The relaxed form: mbarrier.arrive.release.cluster compiles to a GPU-wide
-// membar; what the barrier guards was made visible by the fence before it.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar, uint32_t rank) {
-  asm volatile(
-      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "fence.acq_rel.cta; mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];}" ::"r"(bar),
-      "r"(rank)
-      : "memory");
-}
 
 // named barriers 1..15 (0 is __syncthreads); threads is a multiple of 32 and counts everyone who syncs or arrives
 __device__ __forceinline__ void named_sync(int id, int threads) {

@@ -8,21 +8,10 @@
 
 namespace qla::cuda::ptx {
 
-// cache hints as createpolicy returns them for a full fraction
-inline constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;
-inline constexpr uint64_t kEvictNormal = 0x1000000000000000ull;
-inline constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
-
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
                "r"(bytes), "r"(bar)
                : "memory");
-}
-__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t bar, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
-      "l"(src), "r"(bytes), "r"(bar), "l"(hint)
-      : "memory");
 }
 // to the same offset in every CTA of `mask`; each one's barrier at the same offset counts the bytes
 __device__ __forceinline__ void bulk_load_multicast(uint32_t dst, const void* src, int bytes, uint32_t bar, uint16_t mask) {
@@ -54,12 +43,6 @@ __device__ __forceinline__ void bulk_wait() {
 
 __device__ __forceinline__ void tensor_prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-__device__ __forceinline__ void tensor_load_3d(uint32_t dst, const CUtensorMap* map, int x, int y, int z, uint32_t bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4}], [%5];" ::"r"(dst),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar)
-      : "memory");
 }
 __device__ __forceinline__ void tensor_load_4d(uint32_t dst, const CUtensorMap* map, int x, int y, int z, int w, uint32_t bar) {
   asm volatile(

@@ -1,4 +1,4 @@
-// Registers between warpgroups, programmatic dependent launch, clusters, one elected lane.
+// Registers between warpgroups, programmatic dependent launch, clusters.
 #pragma once
 
 #include <cstdint>
@@ -49,15 +49,6 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return r;
 }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-// .. where it orders no memory but barriers made visible by their fence: the other one is a GPU-wide membar
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
-// true in one lane of a converged warp
-__device__ __forceinline__ bool elect_one() {
-  uint32_t leader;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(leader));
-  return leader != 0;
-}
 
 }  // namespace qla::cuda::ptx

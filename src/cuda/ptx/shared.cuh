@@ -53,11 +53,6 @@ __device__ __forceinline__ void cp_async(uint32_t dst, const void* src) {
 __device__ __forceinline__ void cp_async_past_l1(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int Pending = 0>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // keeps values in registers and out of reach of reordering, e.g. a scaling that must happen before products are issued

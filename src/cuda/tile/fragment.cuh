@@ -32,8 +32,5 @@ __device__ __forceinline__ uint32_t transposed_lane(uint32_t tile, int row0, int
 __device__ __forceinline__ void load_transposed(uint32_t (&a)[4], uint32_t tile, int row0, int col0, int rows, int lane) {
   ptx::ldmatrix_x4_trans(transposed_lane(tile, row0, col0, rows, lane), a[0], a[1], a[2], a[3]);
 }
-__device__ __forceinline__ void store_transposed(const uint32_t* a, uint32_t tile, int row0, int col0, int rows, int lane) {
-  ptx::stmatrix_x4_trans(transposed_lane(tile, row0, col0, rows, lane), a[0], a[1], a[2], a[3]);
-}
 
 }  // namespace qla::cuda

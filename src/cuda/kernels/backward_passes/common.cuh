@@ -7,6 +7,7 @@
 #include "cuda/kernels/backward_passes/config.hpp"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/control.cuh"
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/shared.cuh"
@@ -183,9 +184,7 @@ __device__ __forceinline__ void write_transposed(const float (&s)[64], float* bu
 // consumed). With release semantics the arrive is a membar, a tenth of a chunk's time.
 struct Release {
   uint32_t bars;  // this lane's remote barriers
-  __device__ __forceinline__ Release(uint32_t base, int lane) {
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bars) : "r"(bar_at(base, 0)), "r"(lane % kCluster));
-  }
+  __device__ __forceinline__ Release(uint32_t base, int lane) : bars(ptx::cluster_address(bar_at(base, 0), lane % kCluster)) {}
   __device__ __forceinline__ void operator()(int which, int lane) const {
     __syncwarp();
     if (lane < kCluster)

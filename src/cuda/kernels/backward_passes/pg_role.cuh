@@ -6,7 +6,6 @@
 
 #include "cuda/kernels/backward_passes/common.cuh"
 #include "cuda/math/exp.cuh"
-#include "cuda/ptx/cluster_store.cuh"
 
 namespace qla::cuda::backward_passes {
 

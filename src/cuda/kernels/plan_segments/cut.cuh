@@ -272,7 +272,7 @@ struct Cutter : Round<CutArgs, CutShared, Unit> {
         }
         if (a.heads) {
           const int64_t at_head = job.sequence * a.plan.num_v_heads + job.head;
-          a.heads[at_head] = uint8_t((last > before ? kHeadMerges : 0) | (last - before < segment ? kHeadForgets : 0));
+          a.heads[at_head] = last - before < segment ? kHeadForgets : 0;
           int32_t merges = u;
           while (merges > begin && !merged(merges)) merges--;
           if (a.until) a.until[at_head] = merges > begin ? job.slot + job.begin(merges - begin) : 0;

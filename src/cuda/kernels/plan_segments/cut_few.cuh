@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
       if (count > 0) a.chains[atomicAdd(&s.chains, 1)] = {first_entry, count};
       if (a.heads) {
         const int32_t all = u.segment * a.rule.pieces + (u.segment > 0 ? a.rule.first_pieces - a.rule.pieces : 0);
-        a.heads[u.sequence * heads + u.head] = uint8_t((entries > 0 ? kHeadMerges : 0) | (entries < all ? kHeadForgets : 0));
+        a.heads[u.sequence * heads + u.head] = entries < all ? kHeadForgets : 0;
         if (a.until) a.until[u.sequence * heads + u.head] = u.pre_pass_until();
       }
     } else if (walks) {
