@@ -131,7 +131,7 @@ class Sparse {
 };
 
 TEST_P(Layouts, BR53_offsets_beyond_two_to_the_31) {
-  if (on_device()) GTEST_SKIP() << "on the CPU only: the device's case, real tensors of that size, is not written yet";
+  if (on_device()) GTEST_SKIP() << "the device's case, real tensors of that size: tests/python/test_long.py";
   Case c{.recipe = "BR53", .name = "sparse", .T = 600, .H = 1, .HV = 2, .K = 16, .V = 32};  // 600 * 2^22 = 1.17 * 2^31
   const Sample s = sample_of(c, QLA_BFLOAT16);
   const Values expected = must_run(s).values;
