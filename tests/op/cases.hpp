@@ -23,6 +23,10 @@ inline Options merged(int64_t chunks) {
 inline Options fixed(int64_t chunks) {
   return {.name = "fixed " + std::to_string(chunks), .cp_mode = QLA_CP_FIXED, .cp_segment_chunks = chunks};
 }
+inline Options forward_only(Options call) {
+  call.backward = false;
+  return call;
+}
 inline Options v_first() { return {.name = "V first", .extra_flags = QLA_FLAG_STATE_V_FIRST}; }
 inline Options laid_out(const char* name, Layout layout) { return {.name = name, .layout = layout}; }
 inline Options states_in(const char* name, States states) { return {.name = name, .states = states}; }

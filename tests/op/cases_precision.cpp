@@ -332,7 +332,7 @@ std::vector<Case> precision_cases() {
        .H = 1,
        .HV = 2,
        .gate = gates::constant(-1e-4),
-       .calls = {{.backward = false}},
+       .calls = {forward_only({}), forward_only(merged(32)), forward_only(fixed(8))},
        .slope = true});
   // BR-29 the grid that every architecture must pass; T = 32768 on devices: tests/python/test_long.py
   for (const int64_t T : {32, 64, 96, 128, 1000, 4096})
@@ -390,7 +390,7 @@ std::vector<Case> precision_cases() {
          .gate = gates::constant(-0.01),
          .h0 = false,
          .dht = false,
-         .calls = {{.backward = false}},
+         .calls = {forward_only({}), forward_only(merged(64)), forward_only(fixed(64))},
          .extra = the_last_130_tokens});
   return table;
 }

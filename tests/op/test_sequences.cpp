@@ -177,12 +177,16 @@ TEST_P(Sequences, BR46_state_handed_on_between_calls) {
       const Sample s = sample_of(c, dtype);
       const Values truth = truth_of(s, false);
       const double limit = limits::relative(dtype, false, false);
-      for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{300}, {100, 137, 63}, std::vector<int64_t>(300, 1)}) {
-        const Values chained = run_chained(backend(), s, lengths, {.extra_flags = flags});
+      const auto expect_chained = [&](const std::vector<int64_t>& lengths, Options options) {
+        options.extra_flags = flags;
+        const Values chained = run_chained(backend(), s, lengths, options);
         ASSERT_EQ(chained.o.size(), truth.o.size());
-        EXPECT_LE(relative_error(chained.o, truth.o), limit) << lengths.size() << " calls";
-        EXPECT_LE(relative_error(chained.final_state, truth.final_state), limit) << lengths.size() << " calls";
-      }
+        EXPECT_LE(relative_error(chained.o, truth.o), limit) << lengths.size() << " calls, " << options.name;
+        EXPECT_LE(relative_error(chained.final_state, truth.final_state), limit) << lengths.size() << " calls, " << options.name;
+      };
+      for (const Options& options : {Options{}, fixed(1), merged(1)})
+        for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{300}, {100, 137, 63}}) expect_chained(lengths, options);
+      expect_chained(std::vector<int64_t>(300, 1), {});
     }
 }
 
@@ -192,7 +196,6 @@ TEST_P(Sequences, BR46_packed_with_other_split_points) {
   const Sample s = sample_of(c, plain_dtype());
   const Values truth = truth_of(s, false);
   const int64_t splits[] = {50, 111};
-  Sample parts[2];
   Numbers state = s.in.initial_state, o(truth.o.size());
   const int64_t row = s.in.v_heads * s.in.v_dim;
   for (int half = 0; half < 2; ++half) {  // two calls; each sequence is cut at its own point

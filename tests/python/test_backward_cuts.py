@@ -13,6 +13,7 @@ from torch import Tensor
 import qla
 import qla.ops
 from common import LIMITS, Device, reference, upstream
+from cut_cases import NAMES_OF_CASES, problem
 from qla import _args, _ffi
 from qla.testing import relative_l2
 
@@ -53,55 +54,10 @@ def truth(inputs: dict[str, Any], do: Tensor, dht: Tensor | None) -> list[Tensor
     return [out[n] for n in NAMES if n in out]
 
 
-def gates(inputs: dict[str, Any], low: float, high: float, never: tuple[int, ...]) -> None:
-    """Log gates of one token between low and high; heads that never forget."""
-    inputs["g"] = inputs["g"].uniform_(low, high)
-    for head in never:
-        inputs["g"][:, :, head] = 0
-
-
-def near_threshold(device: Device, factor: float) -> float:
-    """The gate at which one chunk just reaches the warm-up threshold of this type, times factor."""
-    return (-18 if device.name == "cpu" else -10) / 64 * factor
-
-
-CASES = {
-    "one sequence": {"lengths": (400,)},
-    "a chunk in the middle": {"lengths": (300, 64, 410)},
-    "a token in the middle, no h0": {"lengths": (300, 1, 257), "h0": False},
-    "an empty one in the middle": {"lengths": (130, 0, 200)},
-    "no dht": {"lengths": (500,), "dht": False},
-    "dht only": {"lengths": (260,), "h0": False, "do": False},
-    "strong gates": {"lengths": (450,), "gates": (-3.0, -1.0)},
-    "slow gates, all heads": {"lengths": (450,), "gates": (-0.02, -0.001), "never": ()},
-    "large h0": {"lengths": (450,), "gates": (-0.35, -0.3), "size": 1e4},
-    "long keys, not normalised": {"lengths": (256,), "gates": (-0.6, -0.4), "keys": 1.2, "never": ()},
-}
-
-
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("name", [*CASES, "just above the threshold", "just below the threshold"])
+@pytest.mark.parametrize("name", NAMES_OF_CASES)
 def test_cut_backward(device: Device, name: str, chunks: int) -> None:
-    case: dict[str, Any] = CASES.get(name, {"lengths": (450,), "never": (1,)})
-    lengths = case["lengths"]
-    inputs: dict[str, Any] = device.inputs(sum(lengths), seed=1107)
-    inputs.pop("initial_state", None)
-    inputs["norm"] = "keys" not in case
-    if not inputs["norm"]:
-        for n in ("q", "k"):
-            inputs[n] = (torch.nn.functional.normalize(inputs[n].float(), dim=-1) * case["keys"]).to(device.dtype)
-    low, high = case.get("gates", (-0.3, 0.0))
-    if "threshold" in name:  # two chunks' worth, a little to either side
-        low = high = near_threshold(device, 0.5 * (1.01 if "above" in name else 0.99))
-    gates(inputs, low, high, case.get("never", (0,)))
-    if len(lengths) > 1:
-        inputs["cu_seqlens"] = device.cu(*(sum(lengths[:i]) for i in range(len(lengths) + 1)))
-    do, dht = upstream(inputs, len(lengths))
-    if case.get("h0", True):
-        inputs["initial_state"] = torch.randn_like(dht) * case.get("size", 1.0)
-    if not case.get("do", True):
-        do.zero_()
-    final = dht if case.get("dht", True) else None
+    inputs, do, final = problem(device, name)
 
     want = truth(inputs, do, final)
     uncut = [relative_l2(x, y) for x, y in zip(backward(inputs, do, final, OFF), want)]

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import qla
-from common import Device, assert_equal
+import qla.ops
+from common import LIMITS, Device, assert_equal, reference
+from cut_cases import NAMES_OF_CASES, problem
+from qla import _ffi
 from qla.testing import relative_l2
 
 TOKENS, HEADS = 8192, (2, 8)
@@ -51,10 +54,12 @@ def random_gates(draw: random.Random, shape: torch.Size) -> torch.Tensor:
 
 
 @pytest.mark.br(77)
-@pytest.mark.parametrize(("sequences", "heads"), [(1, HEADS), (2, HEADS), (3, HEADS), (5, HEADS), (2, (10, 20))])
+@pytest.mark.parametrize(
+    ("sequences", "heads"), [(1, HEADS), (2, HEADS), (3, HEADS), (5, HEADS), (2, (10, 20)), (1, (16, 16)), (2, (16, 16))]
+)
 def test_one_graph_for_any_packing_and_gate(device: Device, sequences: int, heads: tuple[int, int]) -> None:
     """Boundaries and gates are read on the device: a graph captured once replays any of them, to the bits of an eager call. Two
-    sequences of 20 heads are cut where one is long, and stay whole where both are short."""
+    sequences of 20 heads are cut where one is long, and stay whole where both are short; groups of one are cut in the fused form."""
     if device.name != "cuda":
         pytest.skip("graphs are CUDA's")
     inputs = device.inputs(TOKENS, heads, sequences=sequences)
@@ -99,6 +104,31 @@ def test_modes_agree(device: Device) -> None:
     for auto_cp in (True, "exact"):
         made = qla.plan(**inputs, output_final_state=True, auto_cp=auto_cp)
         assert_equal(forward(inputs, None, auto_cp=made), forward(inputs, None, auto_cp=auto_cp))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", NAMES_OF_CASES)
+def test_cut_forward(device: Device, name: str, chunks: int) -> None:
+    """Outputs and final states of cut sequences, by warm-up where gates allow it and by merges alone, against the recurrence: no
+    further from it than twice the uncut ones."""
+    inputs, do, _ = problem(device, name)
+    norm, cu, h0 = inputs.pop("norm"), inputs.pop("cu_seqlens", None), inputs.get("initial_state")
+    options = {"scale": 128**-0.5, "use_qk_l2norm_in_kernel": norm, "cu_seqlens": None if cu is None else cu.tolist()}
+    want = reference(inputs, do, None, **options)
+    ten = [*(inputs[n] for n in ("q", "k", "v", "g", "beta")), h0, cu, None, None, None]
+
+    def results(cp_mode: int, length: int, threshold: float | None) -> dict[str, torch.Tensor]:
+        flags = _ffi.FLAG_QK_L2NORM if norm else 0
+        o, ht, _ = torch.ops.qla.gdn_forward(*ten, 128**-0.5, flags, cp_mode, length, threshold, 0, True, False, 0)
+        return {"o": o, "ht": ht}
+
+    uncut = {n: relative_l2(x, want[n]) for n, x in results(_ffi.CP_OFF, 0, None).items()}
+    for threshold in (None, -math.inf):
+        got = results(_ffi.CP_FIXED, chunks, threshold)
+        for n, x in got.items():
+            now = relative_l2(x, want[n])
+            assert now <= max(2 * uncut[n], LIMITS[device.dtype][0] / 10), f"{n}: {now:.3g} cut, {uncut[n]:.3g} uncut"
+        assert_equal(results(_ffi.CP_FIXED, chunks, threshold), got)
 
 
 @pytest.mark.br(72, 73)
