@@ -107,13 +107,35 @@ def sweep(args: argparse.Namespace) -> int:
     try:
         from qla import plotting
 
-        uncut = {
-            (r["lengths"], r["heads"]): min(filter(None, (r["uncut_us"], r["split_us"], r["fused_us"]))) / 1e3 for r in results
-        }
+        uncut = {(r["lengths"], r["heads"]): uncut_us(r) / 1e3 for r in results}
         plotting.context_parallel_picture(args.out / "context_parallel.png", results, uncut)
     except ImportError:  # no matplotlib
         pass
     return 0 if all(r["good"] for r in results) else 1
+
+
+def uncut_us(r: dict[str, Any]) -> float:
+    """The best form without cuts."""
+    return min(filter(None, (r["uncut_us"], r["split_us"], r["fused_us"])))
+
+
+def with_and_without(results: list[dict[str, Any]]) -> str:
+    """Geometric means over the rows that the planner cuts."""
+
+    def mean(ratios: list[float]) -> str:
+        return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}"
+
+    cut = [r for r in results if r["planner_segment"]]
+    if not cut or not all(r["known"] for r in cut):
+        return ""
+    ours, without = [r["planner_us"] for r in cut], [uncut_us(r) for r in cut]
+    peers = [min(r["known"].values()) * 1e3 for r in cut]
+    return (
+        f"Rows that the planner cuts: {len(cut)}. Geometric means over them: without cuts (best form, bursts) "
+        f"{mean([a / b for a, b in zip(without, ours)])} times as long as with them; the best known peer "
+        f"{mean([a / b for a, b in zip(peers, ours)])} times as long as ours with cuts, {mean([a / b for a, b in zip(peers, without)])} times "
+        "without."
+    )
 
 
 def table(results: list[dict[str, Any]], rows: int, seconds: float) -> str:
@@ -130,16 +152,22 @@ def table(results: list[dict[str, Any]], rows: int, seconds: float) -> str:
         f"Numbers of segments of the longest sequence: all from 2 to {MOST_SEGMENTS} that leave at least {LEAST_CHUNKS} chunks and a length of "
         "their own; each with all of V, with halves, and fused where there is such a plan; each form uncut. First all in bursts of "
         f"{BURST_CALLS} calls (the three columns of uncut times); then up to {FINALISTS} that were within {CLOSE - 1:.0%} of the best there, in turn "
-        "with the planner's own call: graph replays, sustained. A negative gap: the planner's own call came out ahead of the same plan.",
+        "with the planner's own call: graph replays, sustained. A negative gap: the planner's own call came out ahead of the same plan. Peer: the "
+        "best known time (bench/peers_h200.csv).",
         "",
-        "| lengths | Hk, Hv | no cut us | V split us | fused us | best us | chunks a segment, form | planner us | .. | gap % | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *filter(None, [with_and_without(results)]),
+        "",
+        "| lengths | Hk, Hv | no cut us | V split us | fused us | best us | chunks a segment, form | planner us | .. | gap % "
+        "| uncut / planner | peer us | which | peer / planner | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in sorted(results, key=lambda r: -r["gap"]):
         times = " | ".join(f"{r[key]:.1f}" if r[key] else "" for key in ("uncut_us", "split_us", "fused_us", "best_us"))
         plans = [f"{r[f'{who}_segment'] or 'no cut'}, {FORMS[r[f'{who}_form']]}" for who in ("best", "planner")]
+        which = min(r["known"], key=r["known"].get, default="")
+        peer = f"{r['known'][which] * 1e3:.1f} | {which} | {r['known'][which] * 1e3 / r['planner_us']:.2f}" if which else " | | "
         lines.append(
             f"| {r['lengths']} | {r['heads']} | {times} | {plans[0]} | {r['planner_us']:.1f} | {plans[1]} | {100 * r['gap']:.1f} | "
-            f"{'' if r['good'] else 'over'} |"
+            f"{uncut_us(r) / r['planner_us']:.2f} | {peer} | {'' if r['good'] else 'over'} |"
         )
     return "\n".join(lines) + "\n"
