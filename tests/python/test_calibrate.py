@@ -220,11 +220,20 @@ def test_sweep_table_names_rows_that_are_over() -> None:
         "fused_us": 90.0,
         "planner_segment": 0,
         "planner_form": planbench.FUSED,
+        "known": {"FlashQLA published": 0.0784, "FLA published": 0.1},
     }
     good = {**row, "planner_us": 52.9, "gap": 0.058, "good": True, "all": [[0, 1, 80.0]]}
     over = {**row, "planner_us": 56.0, "gap": 0.12, "good": False, "all": [[0, 1, 80.0]]}
     text = sweep.table([good, over], 3, 1.0)
     assert "1 of 2 rows" in text and "1 rows were not measured" in text and text.count("| over |") == 1
+    assert "78.4 | FlashQLA published | 1.40 | over |" in text and "Rows that the planner cuts" not in text
+    cut = {**good, "planner_segment": 8, "planner_us": 40.0, "known": {"FlashQLA published": 0.12}}
+    text = sweep.table([cut, {**cut, "known": {"FlashQLA published": 0.03}}], 2, 1.0)  # 3 and 3 / 4 of ours
+    assert (
+        "cuts: 2." in text
+        and "1.50 times as long as with them" in text
+        and "1.50 times as long as ours with cuts, 1.00 times" in text
+    )
 
 
 def test_fused_form_is_in_the_model(tmp_path: Path) -> None:
