@@ -404,7 +404,6 @@ void run_range(const Run& r) {
   const int multiprocessors = r.device.multiprocessors;
   if (direct_fused(r)) {
     ForwardParams params = forward_params(r);
-    params.dependent = false;
     launch_forward_direct(params, plan_args(r), gates_args(r), r.stream);
     return;
   }

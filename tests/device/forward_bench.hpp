@@ -80,6 +80,10 @@ inline int bench(const std::string& only) {
                        {"(16,32) 4096x8 fused", 8, 4096, 16, 32, 1, true, true},
                        {"(16,32) 4096x8 fused, saves", 8, 4096, 16, 32, 1, true, true, true},
                        {"(16,16) 1024x8 fused", 8, 1024, 16, 16, 1, true, true},
+                       {"(8,32) 2048x4 fused", 4, 2048, 8, 32, 1, true, true},
+                       {"(4,16) 1024x8 fused", 8, 1024, 4, 16, 1, true, true},
+                       {"(8,32) 1024x8 fused", 8, 1024, 8, 32, 1, true, true},
+                       {"(16,64) 1024x8 fused", 8, 1024, 16, 64, 1, true, true},
                        {"(32,32) 2048x4 fused", 4, 2048, 32, 32, 1, true, true},
                        {"(32,32) 1024x8 fused", 8, 1024, 32, 32, 1, true, true},
                        {"(8,24) 8192x4 fused", 4, 8192, 8, 24, 1, true, true},
@@ -266,7 +270,7 @@ inline int bench(const std::string& only) {
           cudaEventRecord(e0);
           for (int rep = 0; rep < many; rep++) {
             ForwardParams p = ps[rep % 2];
-            p.dependent = !direct;
+            p.dependent = true;
             if (direct) {
               launch_forward_direct(p, plans[rep % 2], gs[rep % 2], 0);
             } else {

@@ -27,14 +27,15 @@ struct FusedConfig {
   static constexpr int kOffBarriers = kOffItems + kItemSlots * kItemBytes;
   static constexpr int kNumBarriers = 8 * kStages + 4 + 2 * kItemSlots + 1 + kStages + 3;
   static constexpr int kOffV = (kOffBarriers + 8 * kNumBarriers + 1023) / 1024 * 1024;
-  static constexpr int kSmemBytes = kOffV + kStages * kVBytes + 1024;  // 1,024: alignment of the dynamic part
+  static constexpr int kStatePart = 32768;  // of a CTA's first initial state, which begins in stage 2 and ends behind V
+  static constexpr int kSmemBytes = kOffV + (kStages - 1) * kVBytes + kStatePart + 1024;  // 1,024: alignment of the dynamic part
 
   static constexpr int kItemReaders = 2 * kParts + 1 + 4;  // arrivals that hand an item's slot back
 
   // setmaxnreg shares out what the launch reserved: 128 a thread. A sum above it hangs.
   static constexpr int kRegsLoad = 24, kRegsIntra = 104, kRegsState = 192;
   static_assert(kRegsLoad + kRegsIntra + kParts * kRegsState <= 512);
-  static_assert(kSmemBytes <= 232448);
+  static_assert(kStages == 3 && kStatePart <= kOffVec && kStatePart >= kVBytes && kSmemBytes <= 232448);
   static_assert(kStageBytes % 1024 == 0);
 };
 

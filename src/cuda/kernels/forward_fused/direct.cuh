@@ -34,7 +34,7 @@ __device__ __forceinline__ void put_direct_item(const FusedArgs& a, uint32_t slo
 
 // Chunks warp, warp + warps, .. What runs here is not in the instruction cache yet, and a KiB of it takes a microsecond: the
 // usual case, fp32 gate and beta as they are, is a loop of its own.
-// The first chunk's go straight to its stage.
+// The first chunks' go straight to their stages.
 template <bool Norm, bool Save>
 __device__ __forceinline__ void direct_gates(const FusedArgs& a, const FusedSmem& sm, int warp, int warps, int lane) {
   const DirectItem item = direct_item(a);
@@ -47,10 +47,11 @@ __device__ __forceinline__ void direct_gates(const FusedArgs& a, const FusedSmem
   out += warp * (step / warps);
   const int64_t batch = a.gates.varlen ? 0 : item.sequence, first = span.bos - batch * a.gates.tokens;
   const auto write = [&](int chunk, float2 g, float2 beta) {
-    float* to = chunk == 0 ? static_cast<float*>(__cvta_shared_to_generic(sm.stage(0) + FusedConfig::kOffVec)) : out;
+    const bool staged = chunk < FusedConfig::kStages;
+    float* to = staged ? static_cast<float*>(__cvta_shared_to_generic(sm.stage(chunk) + FusedConfig::kOffVec)) : out;
     const float2 gamma = gates::write_vectors_of(to, g, beta, a.gates.scale, lane);
     if constexpr (Save) gates::write_rest(a.gates, record + int64_t(chunk) * a.p.num_v_heads, gamma, lane);
-    if (chunk == 0) {
+    if (staged) {
       // What the store warp saves when norms have come to it is left alone: nothing orders its copies behind these stores.
       if constexpr (Save)
         for (int at = (Norm ? kFusedGamma : 0) + 2 * lane; at < kFusedVecFloats; at += 64)
@@ -59,6 +60,7 @@ __device__ __forceinline__ void direct_gates(const FusedArgs& a, const FusedSmem
       if (lane == 0) ptx::mbarrier_arrive(sm.first_gates());
     }
   };
+  if (warp < FusedConfig::kStages && 64 * warp >= rows && lane == 0) ptx::mbarrier_arrive(sm.first_gates());
   if (a.direct == kDirectPlain) {
     const intra::View &vg = a.gates.g, &vb = a.gates.beta;
     const int64_t row = first + 64 * warp + 2 * lane;

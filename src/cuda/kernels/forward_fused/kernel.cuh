@@ -22,9 +22,9 @@
 //   pairs.full[2]       intra -> state           4 (warps)           Abar and Pg of a chunk
 //   pairs.empty[2]      state -> intra           8 (warps)           the same; to save + 1: store; with norms + 2
 //   normed[3]           intra -> state           4 (warps)           with norms: they are in the stage's vectors
-//   state_full          load -> state            1 + tx              a CTA's first initial state, in stages 1 and 2 ..
+//   state_full          load -> state            1 + tx              a CTA's first initial state, in stage 2 and V's, and behind V ..
 //   state_taken         state -> load            8 (warps)           .. and its place is free
-//   first_gates         state -> intra, state    1 (warp)            direct: gate vectors of the first chunk, in its stage
+//   first_gates         state -> intra, state    3 (warps)           direct: gate vectors of the first three chunks, in their stages
 //   gates_ready         state -> load            8 (warps)           .. of all others, in global memory
 //   item_full[2]        load -> all others       1                   a work item's slot
 //   item_empty[2]       all others -> load       9                   the same
@@ -36,6 +36,7 @@
 //   Abar, Pg    2 x 16     lower blocks under standing zeros, 32-byte swizzle (formats.hpp)
 //   exchange    14         the inverse's operands (math/tril_inverse.cuh)
 //   V           3 x 16     O takes its place
+//   state       16         the last quarter of a CTA's first initial state
 // clang-format on
 //
 // Tail: rows past the end in a sequence's last chunk belong to others or are padding (NaN perhaps): zeroed in K, Q, V before use;
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
     }
     ptx::mbarrier_init(sm.gates_ready(), 4 * Cfg::kParts);
     for (int s = 0; s < Cfg::kStages; s++) ptx::mbarrier_init(sm.normed(s), 4);
-    ptx::mbarrier_init(sm.first_gates(), 1);
+    ptx::mbarrier_init(sm.first_gates(), Cfg::kStages);
     ptx::mbarrier_init(sm.state_full(), 1);
     ptx::mbarrier_init(sm.state_taken(), 4 * Cfg::kParts);
     ptx::mbarrier_init_fence();

@@ -82,21 +82,35 @@ __device__ __forceinline__ int next_share(const FusedArgs& a) {
     if (index != INT32_MAX) return index;
   }
 }
-// What a CTA asks for first. All begin at once, and memory would deliver last what each of them needs first: so the initial state
-// comes in the place of the next two stages, the second chunk is not asked for before it has been taken from there, and the third
-// one not before the first one's Abar is there. In a direct launch the gate vectors are still being made; the first chunk's go
-// straight to their stage.
-enum LoadStep { kFirstChunk, kSecondChunk, kThirdChunk, kAnyChunk };
-// The first item's initial state comes by one copy, if it lies in one piece; behind the first tiles.
+// What a CTA asks for first. All begin at once, and memory would deliver last what each of them needs first: so the second chunk
+// is not asked for before the first one is there, the third one, in whose place the initial state comes, not before that has been
+// taken and the first Abar is there. In a direct launch the gate vectors are still being made; those of the first three chunks go
+// straight to their stages.
+enum LoadStep { kFirstChunk, kSecondChunk, kThirdChunk, kFourthChunk, kAnyChunk };
+// The first item's initial state comes by two copies, if it lies in one piece; behind the first tiles, or in a direct launch
+// before anything is known of the item but its place in the grid.
 __device__ __forceinline__ const float* first_state(const FusedArgs& a, uint32_t item) {
   const StateView& x = a.p.initial_state;
   return static_cast<const float*>(x.data) + slot::state_index(item) * x.stride_n + slot::v_head(item) * x.stride_h;
 }
-__device__ __forceinline__ bool first_by_copy(const FusedArgs& a, uint32_t item) {
+__device__ __forceinline__ bool in_one_piece(const StateView& x, const float* state) {
+  return x.dtype == QLA_FLOAT32 && ((x.stride_k == 128 && x.stride_v == 1) || (x.stride_k == 1 && x.stride_v == 128)) &&
+         reinterpret_cast<uintptr_t>(state) % 16 == 0;
+}
+__device__ __forceinline__ void copy_first_state(const FusedSmem& sm, const float* from) {
+  ptx::mbarrier_arrive_expect(sm.state_full(), 4 * kStateFloats);
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    ptx::bulk_load(sm.first_state(half), from + half * (kStateFloats / 2), FusedConfig::kStatePart, sm.state_full());
+}
+__device__ __forceinline__ bool copy_direct_state(const FusedArgs& a, const FusedSmem& sm) {
   const StateView& x = a.p.initial_state;
-  const bool contiguous = (x.stride_k == 128 && x.stride_v == 1) || (x.stride_k == 1 && x.stride_v == 128);
-  return slot::start(item) == QLA_START_INITIAL && x.dtype == QLA_FLOAT32 && contiguous && slot::chunks(item) > 0 &&
-         reinterpret_cast<uintptr_t>(first_state(a, item)) % 16 == 0;
+  if (!a.plan.has_initial || !x.data || a.p.state_indices || a.p.has_initial_state) return false;
+  const DirectItem item = direct_item(a);
+  const float* from = static_cast<const float*>(x.data) + item.sequence * x.stride_n + item.v_head * x.stride_h;
+  if (!in_one_piece(x, from)) return false;
+  copy_first_state(sm, from);
+  return true;
 }
 template <bool Save, bool Cut>
 __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedSmem& sm) {
@@ -107,11 +121,16 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
   uint32_t phase = 1;  // of the empty barriers: the first round passes
   uint32_t taken = 0;
   int step = kFirstChunk;
+  const bool copied = !Cut && a.direct && copy_direct_state(a, sm);
   for (int index = !Cut && a.p.shares ? next_share(a) : blockIdx.x;;) {
     ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
     const uint32_t item = sm.slot_address(taken & 1);
     const bool valid = fetch_fused_item<Cut>(a, item, index);
-    if (taken == 0) put_field(item, offsetof(ItemSlot, first), valid && first_by_copy(a, item) ? kFirstByCopy : kFirst);
+    if (taken == 0) {
+      const bool by_copy = valid && slot::start(item) == QLA_START_INITIAL && slot::chunks(item) > 0 &&
+                           in_one_piece(a.p.initial_state, first_state(a, item));
+      put_field(item, offsetof(ItemSlot, first), copied ? kFirstCopied : by_copy ? kFirstByCopy : kFirst);
+    }
     ptx::mbarrier_arrive(sm.items().full(taken & 1));
     if (!valid) break;
     taken++;
@@ -122,16 +141,17 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
     for (int left = slot::chunks(item); left > 0; left--) {
       const bool raw = left == 1 && slot::last_rows(item) != 64;
       const bool quiet = Cut && left > slot::chunks(item) - slot::warmup(item);
-      if (step == kSecondChunk) {
+      if (step == kSecondChunk) ptx::mbarrier_wait(tiles.full(0), 0);
+      if (step == kThirdChunk) {
         // cut: not where nothing was copied, a merged start is late (the CTA's first item is in slot 0, or all had done with it)
         if (!Cut || slot::first(sm.slot_address(0)) == kFirstByCopy) ptx::mbarrier_wait(sm.state_taken(), 0);
-        if (!Cut && a.direct) ptx::mbarrier_wait(sm.gates_ready(), 0);
+        ptx::mbarrier_wait(sm.pairs().full(0), 0);
       }
-      if (step == kThirdChunk) ptx::mbarrier_wait(sm.pairs().full(0), 0);
+      if (!Cut && step == kFourthChunk && a.direct) ptx::mbarrier_wait(sm.gates_ready(), 0);
       ptx::mbarrier_wait(tiles.empty(s), phase);
       {
         const uint32_t st = sm.stage(s), bar = raw ? sm.raw_tiles(s) : tiles.full(s);
-        const bool by_states = !Cut && step == kFirstChunk && a.direct;
+        const bool by_states = !Cut && step <= kThirdChunk && a.direct;
         ptx::mbarrier_arrive_expect(bar, (quiet ? Cfg::kKqBytes / 2 : Cfg::kKqBytes) + (by_states ? 0 : 4 * kFusedVecFloats));
 #pragma unroll
         for (int p = 0; p < 2; p++) {
@@ -150,10 +170,7 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
 #pragma unroll
         for (int p = 0; p < 2; p++) ptx::tensor_load_4d(v + p * 8192, &a.v, 64 * p, v_head, row, batch, bar);
       }
-      if (step == kFirstChunk && slot::first(item) == kFirstByCopy) {
-        ptx::mbarrier_arrive_expect(sm.state_full(), 4 * kStateFloats);
-        ptx::bulk_load(sm.first_state(), first_state(a, item), 4 * kStateFloats, sm.state_full());
-      }
+      if (step == kFirstChunk && slot::first(item) == kFirstByCopy) copy_first_state(sm, first_state(a, item));
       row += 64;
       record += a.p.num_v_heads * kRecordFloats<Save>;
       if (++s == Cfg::kStages) s = 0, phase ^= 1;
@@ -166,6 +183,7 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
       index = !Cut && a.direct ? INT32_MAX : next_index(a);
     }
   }
+  if (!Cut && a.direct) ptx::grid_dependency_launch();
 }
 
 // ---- store: O^T of a state warpgroup's 64 value columns, in V's place, to global memory: a whole chunk by tensor store, a tail

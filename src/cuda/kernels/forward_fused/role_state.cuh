@@ -10,19 +10,20 @@ namespace qla::cuda {
 
 // The initial state that was copied to shared memory, [K][V] or [V][K]. Loaded from global memory by every thread it would hold
 // up the intra role's shared memory: 2,000 sectors wait in the same queue.
-__device__ __forceinline__ void take_first_state(uint32_t from, bool v_first, float (&S)[2][32], int v0, int lane) {
-  const int v = v0 + lane / 4, k = lane % 4 * 2;
+__device__ __forceinline__ void take_first_state(const FusedSmem& sm, bool v_first, float (&S)[2][32], int part, int lane) {
+  const int v = thread_in_group() / 32 * 16 + lane / 4, k = lane % 4 * 2;
   if (v_first) {
-    const uint32_t at = from + (v * 128 + k) * 4;
+    const uint32_t at = sm.first_state(part) + (v * 128 + k) * 4;
 #pragma unroll
     for (int i = 0; i < 64; i += 2) {
       const float2 x = ptx::lds2(at + (8 * (i / 4) + i / 2 % 2 * 8 * 128) * 4);
       S[i / 32][i % 32] = x.x, S[i / 32][i % 32 + 1] = x.y;
     }
   } else {
-    const uint32_t at = from + (k * 128 + v) * 4;
+    const uint32_t at = (k * 128 + 64 * part + v) * 4;
 #pragma unroll
-    for (int i = 0; i < 64; i++) S[i / 32][i % 32] = ptx::lds(at + ((8 * (i / 4) + i % 2) * 128 + i / 2 % 2 * 8) * 4);
+    for (int i = 0; i < 64; i++)
+      S[i / 32][i % 32] = ptx::lds(sm.first_state(i / 32) + at + ((8 * (i % 32 / 4) + i % 2) * 128 + i / 2 % 2 * 8) * 4);
   }
 }
 
@@ -48,6 +49,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
   auto take_turn = [&] { ptx::named_sync(4 + part, 256); };
   auto pass_turn = [&] { ptx::named_arrive(5 - part, 256); };
   if (part == 1) pass_turn();
+  if (!Cut || !a.p.merging) ptx::grid_dependency_wait();
   if (!Cut && a.direct) {
     direct_gates<Norm, Save>(a, sm, 4 * part + warp, 4 * Cfg::kParts, lane);
     ptx::proxy_fence_global();
@@ -59,15 +61,13 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
   float(&state)[64] = reinterpret_cast<float(&)[64]>(S);
 #pragma unroll
   for (int i = 0; i < 64; i++) state[i] = 0.f;
-  if (!Cut || !a.p.merging) ptx::grid_dependency_wait();
   for (;; walk.next_item()) {
     ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
     if (!slot::valid(sm.slot_address(walk.slot()))) break;
     const int first = slot::first(sm.slot_address(walk.slot()));
-    if (first == kFirstByCopy) {
+    if (first >= kFirstByCopy) {
       ptx::mbarrier_wait(sm.state_full(), 0);
-      take_first_state(sm.first_state(), a.p.initial_state.stride_k == 1, S, first_column(sm.slot_address(walk.slot()), part),
-                       lane);
+      take_first_state(sm, a.p.initial_state.stride_k == 1, S, part, lane);
     } else {
       const uint32_t item = sm.slot_address(walk.slot());
       if (Cut && slot::start(item) == QLA_START_MERGED) ptx::grid_dependency_wait();

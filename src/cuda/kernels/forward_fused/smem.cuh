@@ -27,14 +27,15 @@ struct FusedSmem {
   __device__ __forceinline__ Edge<2> items() const { return {bar(28)}; }
   __device__ __forceinline__ uint32_t normed(int s) const { return bar(33 + s); }  // with norms
   __device__ __forceinline__ uint32_t gates_ready() const { return bar(32); }      // of a direct launch
-  __device__ __forceinline__ uint32_t first_gates() const { return bar(38); }      // its first chunk's
-  // a CTA's first initial state, in the place of stages 1 and 2
-  __device__ __forceinline__ uint32_t first_state() const { return stage(1); }
+  __device__ __forceinline__ uint32_t first_gates() const { return bar(38); }      // its first chunks'
+  // a CTA's first initial state: half in the place of stage 2, half in that of its V and behind it
+  __device__ __forceinline__ uint32_t first_state(int half) const { return half ? v_stage(2) : stage(2); }
   __device__ __forceinline__ uint32_t state_full() const { return bar(36); }
   __device__ __forceinline__ uint32_t state_taken() const { return bar(37); }
 };
-inline constexpr int32_t kFirst = 1, kFirstByCopy = 2;  // ItemSlot::first
-static_assert(4 * kStateFloats <= 2 * FusedConfig::kStageBytes);
+// ItemSlot::first; copied: it has been asked for
+inline constexpr int32_t kFirst = 1, kFirstByCopy = 2, kFirstCopied = 3;
+static_assert(4 * kStateFloats == 2 * FusedConfig::kStatePart);
 
 __device__ __forceinline__ void put_field(uint32_t slot, size_t offset, int x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(slot + uint32_t(offset)), "r"(x) : "memory");
