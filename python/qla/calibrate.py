@@ -23,7 +23,7 @@ SEGMENT_ENDS, DIRECT_CHUNKS, DIRECT_LAUNCH = 0.3, 40, 14.0
 FEW_CHAINS, MERGE_SMS, MOST_MERGE_SMS = 16, 16, 64
 SHIPPED = {
     "main_full": 1.52, "main_half": 0.913, "main_full_quiet": 1.52, "main_half_quiet": 0.983, "state_half": 0.724,
-    "intra_4": 0.939, "intra_2": 1.17, "intra_1": 2.02, "merge": 0.609, "item": 5.97, "launches": 14.8, "packed": 4.17, "cut": 8.74,
+    "intra_4": 0.939, "intra_2": 1.17, "intra_1": 2.02, "merge": 1.5, "item": 5.97, "launches": 14.8, "packed": 4.17, "cut": 8.74,
     "cut_item": 0.0691, "fused_4": 2.36, "fused_2": 2.34, "fused_1": 2.5, "fused_quiet": 2.42, "intra_launch": 0.5,
     "fused_cut": 2.32, "cut_fused": 12.6,
 }  # fmt: skip

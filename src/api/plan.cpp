@@ -98,8 +98,8 @@ float predict(const PlannedCall& planned, const Choice& choice, const plan::Shap
   const int64_t steps = longest_chain > 0 ? rule.first_pieces + rule.pieces * (longest_chain - 1) : 0;
   const float merges =
       static_cast<float>(longest_chain) * costs.merge + static_cast<float>(steps - longest_chain) * plan::kMoreMerges;
-  const bool hidden =
-      plan::hides_merges(costs, shape, static_cast<float>(chains), items - static_cast<float>(merged * choice.value_splits));
+  const bool hidden = plan::hides_merges(costs, shape, static_cast<float>(choice.value_splits), static_cast<float>(chains),
+                                         items - static_cast<float>(merged * choice.value_splits));
   for (const Segment& s : segments) {
     const float ends = s.index == 0 && s.is_end ? costs.item : plan::kSegmentEnds * costs.item;
     const float delay = hidden && s.start == QLA_START_MERGED ? merges : 0.0f;

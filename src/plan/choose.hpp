@@ -119,7 +119,7 @@ inline constexpr float kSureOfACut = 0.9f;
 inline constexpr float kSureOfARefinement = 0.99f;
 // Refinements are looked at for the forms of so many lengths that are predicted this near to the best.
 inline constexpr int32_t kRefinedLengths = 3;
-inline constexpr float kWorthRefining = 1.06f;
+inline constexpr float kWorthRefining = 1.05f;
 
 // Bounds from shapes, for grids and workspace. Items: one a segment, value head and half of V.
 inline int64_t most_items(const Shape& shape, const Choice& choice) {
@@ -151,7 +151,7 @@ template <typename Consider>
 void for_each_refinement(const DeviceCosts& costs, const Shape& shape, const Capabilities& can, const Policy& policy,
                          Candidate candidate, int64_t longest, Consider consider) {
   constexpr int64_t kPieceChunks = 8;
-  constexpr int32_t kPieces[][2] = {{2, 1}, {3, 1}, {4, 1}, {2, 2}, {3, 2}, {4, 2}, {1, 2}, {1, 3}};
+  constexpr int32_t kPieces[][2] = {{2, 1}, {2, 2}, {4, 2}, {1, 2}};
   const int64_t heads = shape.num_v_heads, merging = assumed_exact_heads(heads),
                 segments = ceil_div(longest, candidate.segment_chunks);
   if (can.refined_units == 0 || merging == 0) return;
@@ -175,7 +175,7 @@ void for_each_refinement(const DeviceCosts& costs, const Shape& shape, const Cap
     if (fits()) consider(candidate);
   }
 }
-inline constexpr int64_t kMostFusedCutSeqs = 2;  // more were not measured
+inline constexpr int64_t kMostFusedCutSeqs = 4;  // more were not measured
 
 // In a packing of two all segments have one length, and the rests together fill a multiprocessor's time: sequences of 448
 // and 64 chunks in segments of 128 are three of 128 and two of 64. More sequences were not measured; a batch-invariant call's

@@ -68,8 +68,6 @@ struct Candidate {
 
 // Microseconds of a merge more than segments have boundaries, and of a piece's beginning and end.
 inline constexpr float kMoreMerges = 1.6f, kPieceEnds = 1.5f;
-// What shorter segments for heads that merge cost over what they are predicted to, where the merges are not hidden: 3 % measured.
-inline constexpr float kShorterMerged = 1.03f;
 
 // Microseconds until the late part of an item goes on where the early one ended.
 inline constexpr float kHandOver = 4.0f;
@@ -210,12 +208,12 @@ class Queue {
   int32_t num_kinds_ = 0;
 };
 
-// Merges of a few chains run beside the main pass, on 16 multiprocessors a chain: where the others take all items that wait for
-// no merge, only merged segments wait, and these have no warm-up to walk.
-inline bool hides_merges(const DeviceCosts& costs, const Shape& shape, float chains, float free_items) {
-  constexpr float kFewChains = 16, kMergeSms = 16, kMostMergeSms = 64;
-  return static_cast<float>(shape.seqs() * shape.num_v_heads) <= kFewChains &&
-         free_items <= static_cast<float>(costs.num_sms) - std::min(kMostMergeSms, kMergeSms * chains);
+// Merges run beside the main pass, on 4 multiprocessors a chain: where the others take all items that wait for no merge, only
+// merged segments wait, and these have no warm-up to walk. Nor have first segments, which may therefore begin late.
+inline bool hides_merges(const DeviceCosts& costs, const Shape& shape, float splits, float chains, float free_items) {
+  constexpr float kMergeSms = 4;
+  return free_items - splits * static_cast<float>(shape.seqs() * shape.num_v_heads) <=
+         static_cast<float>(costs.num_sms) - kMergeSms * chains;
 }
 
 inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy& policy, const Profile& profile, Candidate c) {
@@ -255,7 +253,7 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
     if (pieces > 1) chains += static_cast<float>(profile.kinds[i].count) * exact_heads;
     merged += static_cast<float>(profile.kinds[i].count * (pieces - 1)) * exact_heads * splits;
   }
-  const bool hidden = hides_merges(costs, shape, chains, items - merged);
+  const bool hidden = hides_merges(costs, shape, splits, chains, items - merged);
   for (int32_t i = 0; i < profile.num_kinds; ++i) {
     const Profile::Kind& kind = profile.kinds[i];
     const int64_t pieces = pieces_of(kind.chunks);
@@ -311,7 +309,7 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
   const float us = parallel_cost(costs, shape, c, chunks, cut, exact_heads / heads) + main.makespan(sms) + pre.makespan(sms) -
                    (one_direct_launch(costs, c, items, profile.kinds[0].chunks) ? kDirectLaunch : 0.0f) +
                    (cut ? costs.cut_item * items / splits : 0.0f) + (hidden ? 0.0f : merges);
-  return c.merged_chunks > 0 && !hidden ? us * kShorterMerged : us;
+  return us;
 }
 
 }  // namespace qla::plan
