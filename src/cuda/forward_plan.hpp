@@ -130,10 +130,21 @@ struct WholePlans {
   ForwardPlan best, one;
   bool differ = false;
 };
+// The fused form of cut sequences is not made for ranges.
+inline bool too_large_a_cut(const PlanInput& in, const ForwardPlan& plan) {
+  return plan.counts.fused && plan.counts.cut && plan.bytes > in.both_bytes;
+}
 inline WholePlans whole_plans(const PlanInput& in) {
   WholePlans plans;
   plans.best = plan_ranges(in, in.problem.chunk_slots(), true);
-  if (plans.best.counts.fused && plans.best.counts.cut && plans.best.bytes > in.both_bytes) {  // it is not made for ranges
+  bool too_large = too_large_a_cut(in, plans.best);
+  if (in.policy.mode == QLA_CP_PLAN && plans.best.counts.fused && plans.best.counts.cut) {
+    // The given length may be what was found when the best one was too large: then its form is the one of that search.
+    PlanInput own = in;
+    own.policy.mode = QLA_CP_AUTO, own.policy.fixed_chunks = own.policy.uncut_chunks = 0;
+    too_large |= too_large_a_cut(own, plan_ranges(own, in.problem.chunk_slots(), true));
+  }
+  if (too_large) {
     PlanInput others = in;
     others.can.cut_fused = false;
     return whole_plans(others);

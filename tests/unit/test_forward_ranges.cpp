@@ -133,6 +133,35 @@ TEST(ForwardPlan, CutsOfAFixedPlaceForbidRanges) {
   EXPECT_EQ(cuda::fitting_plan(in, plans, 1).counts.ranges, 1);
 }
 
+// A plan that is repeated takes the form it had, also where a longer search found one that needs too much memory.
+TEST(ForwardPlan, RepeatedInItsForm) {
+  std::mt19937_64 random(3);
+  int cut = 0, fused = 0, too_large = 0;
+  for (int round = 0; round < 4000; ++round) {
+    const int64_t heads = 1 + int64_t(random() % 40), sequences = 1 + int64_t(random() % 4);
+    cuda::PlanInput in = input_of(1000 + int64_t(random() % 150000), sequences, heads, heads);
+    in.can.fused = in.can.cut_fused = true;
+    in.can.both = in.can.balanced = true;
+    in.both_bytes = size_t{256} << 20;
+    const cuda::ForwardPlan own = cuda::whole_plans(in).best;
+    too_large += cuda::too_large_a_cut(in, cuda::plan_ranges(in, in.problem.chunk_slots(), true));
+    if (!own.counts.cut) continue;
+    cuda::PlanInput again = in;
+    again.policy.mode = QLA_CP_PLAN;
+    again.policy.fixed_chunks = own.choice.rule.segment_chunks, again.policy.uncut_chunks = own.choice.rule.uncut_chunks;
+    const cuda::ForwardPlan repeated = cuda::whole_plans(again).best;
+    EXPECT_EQ(repeated.counts.fused, own.counts.fused) << in.problem.tokens << " tokens, " << sequences << ", " << heads;
+    EXPECT_EQ(repeated.choice.value_splits, own.choice.value_splits);
+    EXPECT_EQ(repeated.choice.rule.merged_chunks, own.choice.rule.merged_chunks);
+    EXPECT_EQ(repeated.choice.rule.pieces, own.choice.rule.pieces);
+    EXPECT_EQ(repeated.choice.rule.first_pieces, own.choice.rule.first_pieces);
+    ++cut, fused += own.counts.fused;
+  }
+  EXPECT_GT(cut, 500);
+  EXPECT_GT(fused, 500);
+  EXPECT_GT(too_large, 100);
+}
+
 // A balanced call has room for one more item, one state and two words a share; with less memory it is as without.
 TEST(ForwardPlan, BalancedNeedsAStateAShare) {
   cuda::PlanInput in = input_of(4 * 1024, 4, 16, 48);
