@@ -392,12 +392,15 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
     shape.equal_lengths = false;
     shape.backward = pick(0, 3) == 0;
     Policy policy;
-    policy.mode = static_cast<int32_t>(pick(0, 3));
+    policy.mode = static_cast<int32_t>(pick(0, 4));
     policy.fixed_chunks = pick(1, 9);
+    policy.uncut_chunks = policy.mode == QLA_CP_PLAN ? pick(0, 1) * pick(0, 60) : 0;
     policy.batch_invariant = pick(0, 3) == 0;
     Capabilities can{pick(0, 1) == 1, pick(0, 1) == 1, pick(0, 7) != 0, pick(0, 1) == 1};
     can.refined_units = shape.backward ? 0 : pick(0, 1) * 1024;
     can.cut_fused = can.fused && pick(0, 1);
+    can.both = can.fused && pick(0, 1);
+    can.mixed = pick(0, 1);
     Choice planned = choose(kH200, shape, policy, can);
     CutRule& rule = planned.rule;
     const bool as_planned = can.refined_units == 0 || rule.segment_chunks < 2 || !rule.balance || pick(0, 1);
@@ -440,8 +443,8 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
     ASSERT_LE(end_states, most_end_states(shape, choice));
     tightest_items = std::min(tightest_items, most_items(shape, choice) - items);
     if (end_states) tightest_states = std::min(tightest_states, most_end_states(shape, choice) - end_states);
-    if (as_planned && policy.mode != QLA_CP_FIXED && choice.rule.segment_chunks &&
-        !policy.batch_invariant) {  // what bounds the merges' workspace
+    const bool given = policy.mode == QLA_CP_FIXED || policy.mode == QLA_CP_PLAN;
+    if (as_planned && !given && choice.rule.segment_chunks && !policy.batch_invariant) {  // what bounds the merges' workspace
       ASSERT_LE(most_end_states(shape, choice), (kItemsPerSm + 1) * kH200.num_sms + shape.num_seqs * shape.num_v_heads);
     }
   }
