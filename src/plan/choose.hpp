@@ -200,16 +200,22 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
 
   // Which profile a packing has is seen on the device, where a sequence too short for its cut to pay is left whole.
   const bool even = policy.batch_invariant || even_segments(shape);
-  const auto better_whole = [&](const Profile& profile, Candidate candidate, float& us) {
+  // known: where a whole one's time is kept, which depends on no length
+  const auto better_whole = [&](const Profile& profile, Candidate candidate, float& us, float* known = nullptr) {
     candidate.even = even;
     us = estimate(costs, shape, policy, profile, candidate);
     if (!leaves_whole || candidate.segment_chunks == 0 || profiles.count == 1) return false;
-    candidate.uncut_chunks = total;
-    const float whole = estimate(costs, shape, policy, profile, candidate);
+    float whole = known != nullptr ? *known : 0.0f;
+    if (whole == 0.0f) {
+      candidate.uncut_chunks = total;
+      whole = estimate(costs, shape, policy, profile, candidate);
+      if (known != nullptr) *known = whole;
+    }
     if (whole >= us) return false;
     us = whole;
     return true;
   };
+  float whole_us[3][4] = {};  // of a profile and form
   Candidate best{0, 0, false}, best_uncut = best;
   float best_us = 0, best_uncut_us = 0;
   // The lengths whose best forms come out ahead, best first.
@@ -232,8 +238,9 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
   const auto consider = [&](Candidate candidate) {
     candidate.even = even;
     float us = 0, each = 0;
+    const int32_t form = candidate.fused ? 0 : candidate.uncut_splits > 0 ? 3 : candidate.splits;
     for (int32_t i = 0; i < profiles.count; ++i)
-      better_whole(profiles.all[i], candidate, each), us += profiles.all[i].weight * each;
+      better_whole(profiles.all[i], candidate, each, &whole_us[i][form]), us += profiles.all[i].weight * each;
     if (candidate.refined()) us /= kSureOfARefinement;
     if (best.splits == 0 || us < best_us) best = candidate, best_us = us;
     if (candidate.segment_chunks == 0 && (best_uncut.splits == 0 || us < best_uncut_us))
