@@ -22,10 +22,10 @@ ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, ASSUMED_FORGETTING, MOST_ROUNDS, TAIL, QUIE
 SEGMENT_ENDS, DIRECT_CHUNKS, DIRECT_LAUNCH = 0.3, 40, 14.0
 FEW_CHAINS, MERGE_SMS, MOST_MERGE_SMS = 16, 16, 64
 SHIPPED = {
-    "main_full": 1.52, "main_half": 0.913, "main_full_quiet": 1.52, "main_half_quiet": 0.983, "state_half": 0.724,
-    "intra_4": 0.939, "intra_2": 1.17, "intra_1": 2.02, "merge": 1.5, "item": 5.97, "launches": 14.8, "packed": 4.17, "cut": 8.74,
-    "cut_item": 0.0691, "fused_4": 2.36, "fused_2": 2.34, "fused_1": 2.5, "fused_quiet": 2.42, "intra_launch": 0.5,
-    "fused_cut": 2.32, "cut_fused": 12.6,
+    "main_full": 1.5, "main_half": 0.956, "main_full_quiet": 1.46, "main_half_quiet": 0.994, "state_half": 0.739,
+    "intra_4": 0.951, "intra_2": 1.15, "intra_1": 2.01, "merge": 1.28, "item": 5.8, "launches": 14.3, "packed": 3.9, "cut": 8.68,
+    "cut_item": 0.0638, "fused_4": 2.33, "fused_2": 2.38, "fused_1": 2.52, "fused_quiet": 2.41, "intra_launch": 0.5,
+    "fused_cut": 2.05, "cut_fused": 12.3,
 }  # fmt: skip
 
 # lengths, heads, segment lengths in chunks (0: no cut); each with and without V split

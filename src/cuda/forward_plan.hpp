@@ -155,8 +155,10 @@ inline WholePlans whole_plans(const PlanInput& in) {
   // One form of two kernels pays for its ranges, too, whatever the lengths.
   const int64_t alone = std::max<int64_t>(
       1, plan::ceil_div(static_cast<int64_t>(plans.one.bytes), static_cast<int64_t>(std::max<size_t>(1, in.both_bytes))));
-  const float one_us =
-      plans.one.choice.predicted_us + (plans.one.counts.fused ? 0.0f : plan::kRangeLaunches * static_cast<float>(alone - 1));
+  // What is right for all chunks at once may need more of them than a range has.
+  const ForwardPlan part =
+      alone > 1 ? plan_ranges(one_form(in), plan::ceil_div(in.problem.chunk_slots(), alone), true) : plans.one;
+  const float one_us = part.choice.predicted_us * static_cast<float>(alone);
   // saved: what backward reuses lies by the slots of all chunks, those of these ranges by theirs
   for (int64_t ranges = 2; ranges <= kMostBothRanges && !in.saved; ++ranges) {
     const ForwardPlan both = both_in_ranges(in, plans.best.choice, ranges);

@@ -107,8 +107,8 @@ inline Profiles profiles_of(const Shape& shape) {
     profiles.all[profiles.count++] = {{{1, longest}, {seqs - 1, ceil_div(total - longest, seqs - 1)}}, 2, weight};
   };
   if (uneven && seqs == 2) {
-    add_long(total * 3 / 4, 0.5f * long_weight);
-    add_long(total * 7 / 8, 0.5f * long_weight);
+    add_long(total * 3 / 4, 0.7f * long_weight);
+    add_long(total * 7 / 8, 0.3f * long_weight);
   } else if (uneven) {
     add_long(seqs == 3 ? total * 7 / 8 : total / 2, long_weight);
   }
@@ -151,7 +151,7 @@ template <typename Consider>
 void for_each_refinement(const DeviceCosts& costs, const Shape& shape, const Capabilities& can, const Policy& policy,
                          Candidate candidate, int64_t longest, Consider consider) {
   constexpr int64_t kPieceChunks = 8;
-  constexpr int32_t kPieces[][2] = {{2, 1}, {2, 2}, {4, 2}, {1, 2}};
+  constexpr int32_t kPieces[][2] = {{2, 1}, {2, 2}, {4, 2}, {1, 2}, {3, 2}, {3, 3}};
   const int64_t heads = shape.num_v_heads, merging = assumed_exact_heads(heads),
                 segments = ceil_div(longest, candidate.segment_chunks);
   if (can.refined_units == 0 || merging == 0) return;
@@ -164,7 +164,10 @@ void for_each_refinement(const DeviceCosts& costs, const Shape& shape, const Cap
   const int64_t in_pre_pass = (costs.num_sms / (2 * merging) + 3) / 2,
                 rounds = ceil_div(heads * segments * candidate.splits, costs.num_sms),
                 in_main_pass = (rounds * costs.num_sms / candidate.splits - (heads - merging) * segments) / merging;
-  if (const int64_t more = std::min(in_pre_pass, in_main_pass); more > segments) {
+  // Where a given state is felt beyond a segment, heads that forget have a merge each, too: no multiprocessor is left for more
+  // items.
+  const int64_t more = candidate.segment_chunks > kAssumedForgetting ? std::min(in_pre_pass, in_main_pass) : 0;
+  if (more > segments) {
     candidate.merged_chunks = ceil_div(longest, more);
     if (candidate.merged_chunks >= kLeastSegmentChunks && fits()) consider(candidate);
     candidate.merged_chunks = 0;
@@ -270,20 +273,20 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     if (length < longest) for_each_form(length, consider);
   }
 
-  // Equal sequences pay for the question whether anything is cut, and nobody has measured packings of three.
-  const bool sure = !(free_choice && shape.num_seqs > 2 && best.segment_chunks >= profiles.all[0].kinds[0].chunks / 2 &&
-                      best_us > kSureOfACut * best_uncut_us);
-  if (!sure) best = best_uncut, best_us = best_uncut_us;
-
   // What is found for a length is the same whatever else was looked at: a plan that is repeated is refined as it was.
   const float unrefined_us = best_us;
   const std::array<Length, kRefinedLengths> lengths = ahead;
   for (const Length& length : lengths) {
-    if (!sure || !leaves_whole || policy.exact() || length.chunks == 0 || length.us > kWorthRefining * unrefined_us) break;
+    if (!leaves_whole || policy.exact() || length.chunks == 0 || length.us > kWorthRefining * unrefined_us) break;
     for_each_form(length.chunks, [&](const Candidate& form) {
       if (consider(form) <= kWorthRefining * length.us) for_each_refinement(costs, shape, can, policy, form, longest, consider);
     });
   }
+
+  // Equal sequences pay for the question whether anything is cut, and nobody has measured packings of three.
+  const bool sure = !(free_choice && shape.num_seqs > 2 && best.segment_chunks >= profiles.all[0].kinds[0].chunks / 2 &&
+                      best_us > kSureOfACut * best_uncut_us);
+  if (!sure) best = best_uncut, best_us = best_uncut_us;
 
   // Up to which length a packing stays whole: that of equal sequences, then longer and longer ones beside shorter ones.
   if (repeats) best.uncut_chunks = policy.uncut_chunks;

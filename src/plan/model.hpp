@@ -67,7 +67,7 @@ struct Candidate {
 };
 
 // Microseconds of a merge more than segments have boundaries, and of a piece's beginning and end.
-inline constexpr float kMoreMerges = 1.6f, kPieceEnds = 1.5f;
+inline constexpr float kMoreMerges = 1.53f, kPieceEnds = 1.5f;
 
 // Microseconds until the late part of an item goes on where the early one ended.
 inline constexpr float kHandOver = 4.0f;
@@ -109,7 +109,7 @@ inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Cand
               whole = static_cast<float>(static_cast<int64_t>(rounds));
   const bool card_full = items > sms;
   if (shape.backward) return (c.splits == 2 ? 1.0f : 1.6f) * (costs.reverse_half + (card_full ? costs.pass_state : 0.0f));
-  const float limit = c.fused ? 0.1f : 0.2f;
+  const float limit = c.fused ? 0.1f : 0.19f;
   const float power = rounds > 0.75f ? 1.0f + limit * std::min(1.0f, share / 128.0f) : 1.0f;
   if (c.fused) {
     const float kept = shape.keeps ? kKeptChunk : 0.0f, quiet = costs.fused_quiet + kept;

@@ -164,7 +164,7 @@ TEST(ForwardPlan, RepeatedInItsForm) {
 
 // A balanced call has room for one more item, one state and two words a share; with less memory it is as without.
 TEST(ForwardPlan, BalancedNeedsAStateAShare) {
-  cuda::PlanInput in = input_of(4 * 1024, 4, 16, 48);
+  cuda::PlanInput in = input_of(4 * 2048, 4, 16, 48);
   in.can.fused = in.can.both = in.can.balanced = true;
   in.both_bytes = size_t{256} << 20;
   const cuda::WholePlans plans = cuda::whole_plans(in), of_one = cuda::whole_plans(cuda::one_form(in));

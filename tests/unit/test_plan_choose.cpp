@@ -55,7 +55,7 @@ TEST(Choose, CutInTheFusedForm) {
   EXPECT_EQ(row(32768, 1, 32, 32), "L128 fused");
   EXPECT_EQ(row(8192, 1, 32, 32), "L32 fused");
   EXPECT_EQ(row(32768, 2, 16, 16), "L64 fused");
-  EXPECT_EQ(row(4096, 1, 16, 16), "L16 halves");
+  EXPECT_EQ(row(4096, 1, 16, 16), "L8 fused");
   EXPECT_EQ(row(32768, 1, 4, 16), "L64");
   EXPECT_EQ(row(32768, 1, 16, 32), "L128");
   Policy policy;
