@@ -20,7 +20,7 @@ from qla.planbench import FUSED, PlanBench, Planned
 # as in src/plan/model.hpp and costs.hpp
 ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, ASSUMED_FORGETTING, MOST_ROUNDS, TAIL, QUIET_SHARE = 4, 0.25, 13, 12.0, 0.3, 0.75
 SEGMENT_ENDS, DIRECT_CHUNKS, DIRECT_LAUNCH = 0.3, 40, 14.0
-FEW_CHAINS, MERGE_SMS, MOST_MERGE_SMS = 16, 16, 64
+MERGE_SMS = 4
 SHIPPED = {
     "main_full": 1.5, "main_half": 0.956, "main_full_quiet": 1.46, "main_half_quiet": 0.994, "state_half": 0.739,
     "intra_4": 0.951, "intra_2": 1.15, "intra_1": 2.01, "merge": 1.28, "item": 5.8, "launches": 14.3, "packed": 3.9, "cut": 8.68,
@@ -96,7 +96,7 @@ def chunk_constants(form: int, sharing: str, rounds: float, share: float, cut: b
     """What a chunk of the main pass costs, in constants; rounds: items a multiprocessor, share: chunks a multiprocessor."""
     power = 1.0
     if rounds > QUIET_SHARE:
-        power += (0.1 if form == FUSED else 0.2) * min(1.0, share / 128.0)
+        power += (0.1 if form == FUSED else 0.19) * min(1.0, share / 128.0)
     if form != FUSED:
         name, busy = "main_half" if form == 2 else "main_full", min(1.0, rounds)
         return {name: busy * power, name + "_quiet": (1.0 - busy) * power}
@@ -136,7 +136,7 @@ def coefficients(
     chain = max((p - 1 for p in pieces), default=0) if exact else 0
     chains = exact * sum(p > 1 for p in pieces)
     free = items - exact * splits * sum(p - 1 for p in pieces)
-    hidden = len(lengths) * hv <= FEW_CHAINS and free <= sms - min(MOST_MERGE_SMS, MERGE_SMS * chains)
+    hidden = free - splits * len(lengths) * hv <= sms - MERGE_SMS * chains
     for c, p in zip(chunks, pieces):
         length = math.ceil(c / p)
         ends = 1.0 if p == 1 else SEGMENT_ENDS

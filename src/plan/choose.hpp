@@ -261,7 +261,8 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     for (int32_t splits = 1; splits <= (can.v_split ? 2 : 1); ++splits) use({length, splits, false});
     if (length == 0 || length >= longest) return;
     if (mixes) use({length, 1, false, 0, false, 2});
-    if (fuses) use({length, 1, true});
+    // of many sequences a long one beside short ones is too rare for the others to pay for the question
+    if (fuses && (shape.num_seqs <= 2 || length < profiles.all[0].kinds[0].chunks)) use({length, 1, true});
   };
   // The fused form keeps nothing in memory, which segments and backward need. Whether it rounds as the two kernels do is nobody's
   // promise: a batch-invariant call never uses it.

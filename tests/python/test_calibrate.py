@@ -62,7 +62,8 @@ def test_coefficients_are_the_librarys_model(lengths: list[int], heads: tuple[in
     assert abs(ours(lengths, heads, segment, splits) - us) <= 0.6 + 0.01 * us  # printed to one microsecond
 
 
-@pytest.mark.parametrize(("lengths", "heads", "segment"), [([32768], (16, 16), 64), ([16384], (32, 32), 32)])
+# lengths that the library does not refine
+@pytest.mark.parametrize(("lengths", "heads", "segment"), [([32768], (16, 16), 48), ([16384], (32, 32), 32)])
 def test_coefficients_of_cuts_in_the_fused_form(lengths: list[int], heads: tuple[int, int], segment: int, tmp_path: Path) -> None:
     row = Row("fwd", "", "", lengths, heads)
     gates = [0.0, -3.2, -3.2, -3.2] * (heads[1] // 4) * sum(math.ceil(n / 64) for n in lengths)
