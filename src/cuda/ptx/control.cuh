@@ -20,6 +20,13 @@ __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepco
 // the next kernel's CTAs may start when all of this grid's have said so or exited; they still wait for its memory
 __device__ __forceinline__ void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// Of a call's first kernel: what the caller's stream holds has ended before anything of this call looks at memory, and the call's
+// next kernel may start.
+__device__ __forceinline__ void begin_call() {
+  grid_dependency_wait();
+  grid_dependency_launch();
+}
+
 // A word that the planning kernel wrote, in a kernel that none before it let begin until it had waited for that plan: before its
 // own wait, and past an L1 that may hold what lay there before.
 __device__ __forceinline__ int32_t load_after_plan(const int32_t* p) {

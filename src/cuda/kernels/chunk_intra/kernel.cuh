@@ -498,7 +498,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     ptx::tensor_prefetch_map(&map_k);
     if (WithPg) ptx::tensor_prefetch_map(&map_q);
   }
-  ptx::grid_dependency_launch();
+  if (a.makes_plan)
+    ptx::begin_call();
+  else
+    ptx::grid_dependency_launch();
   if (a.asks && ptx::load_after_plan(&a.plan.header->num_items) == 0) {
     if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended
     return;

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
     BalancedShared plan;
     gates::Shared gates;
   } s;
-  ptx::grid_dependency_launch();
+  ptx::begin_call();
   if (blockIdx.x == 0) return plan_balanced(a, s.plan);
   const int unit = int(blockIdx.x) - 1, slot = unit / g.parts;
   const ChunkRecord record = find_chunk(a, slot, [&](int64_t n) { return boundary(a, n); });

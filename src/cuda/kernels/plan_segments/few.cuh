@@ -128,13 +128,13 @@ __device__ __forceinline__ void plan_few_cta(const Args& a, int cta, int ctas) {
 }
 
 __global__ void __launch_bounds__(kThreads) plan_few(const __grid_constant__ Args a) {
-  ptx::grid_dependency_launch();
+  ptx::begin_call();
   plan_few_cta(a, int(blockIdx.x), int(gridDim.x));
 }
 __global__ void __launch_bounds__(kThreads)
     plan_few_and_gates(const __grid_constant__ Args a, const __grid_constant__ gates::Args g, int plan_ctas) {
   __shared__ gates::Shared s;
-  ptx::grid_dependency_launch();
+  ptx::begin_call();
   if (int(blockIdx.x) < plan_ctas) {
     plan_few_cta(a, int(blockIdx.x), plan_ctas);
   } else {
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads)
     Args own;
     gates::Shared gates;
   } s;
-  ptx::grid_dependency_launch();
+  ptx::begin_call();
   const FewSequences few(a);
   const bool fused = few.takes_fused(a);
   const int unit = int(blockIdx.x) - plan_ctas * a.ranges, slot = unit / g.parts;

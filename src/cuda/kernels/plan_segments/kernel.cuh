@@ -257,7 +257,7 @@ __device__ __forceinline__ PlanHeader header_without_items(int64_t tokens) {
 
 __global__ void __launch_bounds__(kThreads) plan_segments(const __grid_constant__ Args a) {
   __shared__ Shared s;
-  ptx::grid_dependency_launch();
+  ptx::begin_call();
   plan_cta(a, s, int(blockIdx.x), int(gridDim.x));
 }
 
@@ -269,7 +269,7 @@ union PlanOrGates {
 __global__ void __launch_bounds__(kThreads)
     plan_and_gates(const __grid_constant__ Args a, const __grid_constant__ gates::Args g, int plan_ctas) {
   __shared__ PlanOrGates s;
-  ptx::grid_dependency_launch();
+  ptx::begin_call();
   if (int(blockIdx.x) < plan_ctas) {
     plan_cta(a, s.plan, int(blockIdx.x), plan_ctas);
   } else {

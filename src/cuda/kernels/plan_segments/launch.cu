@@ -34,30 +34,29 @@ cudaError_t prepare() {
   return cudaSuccess;
 }
 
-cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch(const Args& args, int multiprocessors, cudaStream_t stream, bool dependent) {
   const auto kernel = args.num_seqs <= kFewSequences ? plan_few : plan_segments;
-  kernel<<<unsigned(plan_ctas(args, multiprocessors)), kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  return launch_dependent(kernel, unsigned(plan_ctas(args, multiprocessors)), kThreads, 0, dependent, stream, args);
 }
 
-cudaError_t launch_with_gates(const Args& args, const gates::Args& gates, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_with_gates(const Args& args, const gates::Args& gates, int multiprocessors, cudaStream_t stream,
+                              bool dependent) {
   gates::Args sized = gates;
   sized.parts = (gates.num_v_heads + gates::kHeads - 1) / gates::kHeads;
   const int ctas = plan_ctas(args, multiprocessors);
   const int64_t gate_ctas = int64_t(args.slots) * sized.parts;
-  if (args.fused_chunks)
-    plan_both_and_gates<<<unsigned(int64_t(ctas) * args.ranges + gate_ctas), kThreads, 0, stream>>>(args, sized, ctas);
-  else
-    (args.num_seqs <= kFewSequences ? plan_few_and_gates : plan_and_gates)<<<unsigned(ctas + gate_ctas), kThreads, 0, stream>>>(
-        args, sized, ctas);
-  return cudaGetLastError();
+  const auto kernel = args.fused_chunks                ? plan_both_and_gates
+                      : args.num_seqs <= kFewSequences ? plan_few_and_gates
+                                                       : plan_and_gates;
+  const int64_t planning = args.fused_chunks ? int64_t(ctas) * args.ranges : ctas;
+  return launch_dependent(kernel, unsigned(planning + gate_ctas), kThreads, 0, dependent, stream, args, sized, ctas);
 }
 
-cudaError_t launch_balanced(const Args& args, const gates::Args& gates, cudaStream_t stream) {
+cudaError_t launch_balanced(const Args& args, const gates::Args& gates, cudaStream_t stream, bool dependent) {
   gates::Args sized = gates;
   sized.parts = (gates.num_v_heads + gates::kHeads - 1) / gates::kHeads;
-  plan_balanced_and_gates<<<unsigned(1 + int64_t(args.slots) * sized.parts), kThreads, 0, stream>>>(args, sized);
-  return cudaGetLastError();
+  return launch_dependent(plan_balanced_and_gates, unsigned(1 + int64_t(args.slots) * sized.parts), kThreads, 0, dependent,
+                          stream, args, sized);
 }
 
 cudaError_t launch_cut(CutArgs& args, cudaStream_t stream) {
