@@ -390,12 +390,18 @@ bool plans_inside(const Run& r) {
          direct_plan(r.p, std::max<int64_t>(counts.v_parts, r.plan.choice.uncut_splits), r.device);
 }
 
-// Whether each work item of a fused call has a multiprocessor to itself, which then needs nothing from a kernel before. The gate
-// vectors are made by the item's own CTA before its first chunk: not of long sequences, whose vectors the whole card makes
-// sooner.
+// Whether a fused call needs nothing from a kernel before it: each work item has a multiprocessor to itself, or a CTA a few of
+// them. The gate vectors are made by the item's own CTA before its first chunk: not of long sequences, whose vectors the whole
+// card makes sooner.
 bool direct_fused(const Run& r) {
-  return r.plan.choice.fused && !r.plan.counts.cut && !outputs_of_intra(r.args) && r.p.num_seqs > 0 && r.p.total_tokens() > 0 &&
-         r.p.num_seqs * r.p.num_v_heads <= r.device.multiprocessors && r.p.chunk_slots() <= plan::kDirectChunks * r.p.num_seqs;
+  const int64_t items = r.p.num_seqs * r.p.num_v_heads, sms = r.device.multiprocessors, slots = r.p.chunk_slots();
+  if (!r.plan.choice.fused || r.plan.counts.cut || r.plan.counts.balanced_shares || outputs_of_intra(r.args) || items == 0 ||
+      r.p.total_tokens() == 0)
+    return false;
+  constexpr int64_t kChunksOfRounds = 72;  // of a CTA
+  return items <= sms ? slots <= plan::kDirectChunks * r.p.num_seqs
+                      : r.p.num_seqs <= kDirectSequences && items <= kDirectItems * sms &&
+                            slots * r.p.num_v_heads <= kChunksOfRounds * sms;
 }
 
 // plan -> intra-chunk stage -> (cuts, pre-pass, merges) -> recurrence over one range of chunks
@@ -404,17 +410,18 @@ void run_range(const Run& r) {
   const int multiprocessors = r.device.multiprocessors;
   if (direct_fused(r)) {
     ForwardParams params = forward_params(r);
-    launch_forward_direct(params, plan_args(r), gates_args(r), r.stream);
+    launch_forward_direct(params, plan_args(r), gates_args(r), r.device.multiprocessors, r.stream);
     return;
   }
   const bool inside = plans_inside(r), early = !inside && cuts_early(r) && !r.plan.choice.fused;
+  const bool waits = !counts.cut && !counts.both && r.p.num_seqs > 1;  // each kernel, ahead of its first look at memory
   // Items of an uncut run; where something is cut they are written anew when the gates are known.
   if (counts.balanced_shares)
-    check_cuda(segments::launch_balanced(plan_args(r), gates_args(r), r.stream), "plan_balanced_and_gates");
+    check_cuda(segments::launch_balanced(plan_args(r), gates_args(r), r.stream, waits), "plan_balanced_and_gates");
   else if (counts.fused)
-    check_cuda(segments::launch_with_gates(plan_args(r), gates_args(r), multiprocessors, r.stream), "plan_and_gates");
+    check_cuda(segments::launch_with_gates(plan_args(r), gates_args(r), multiprocessors, r.stream, waits), "plan_and_gates");
   else if (!inside && !counts.both)
-    check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream), "plan_segments");
+    check_cuda(segments::launch(plan_args(r), multiprocessors, r.stream, waits), "plan_segments");
   if (r.p.total_tokens() > 0 && !r.plan.choice.fused) {
     const bool bf16 = r.p.dtype == QLA_BFLOAT16;
     const CUtensorMap map_k = make_token_map(map_shape(r.args.k), bf16, "k"),
@@ -435,7 +442,7 @@ void run_range(const Run& r) {
       if (!present(r.args.saved)) intra.decay = nullptr;  // what is saved comes from one kernel, early or not
       intra.spare = 2;                                    // room for cut_items
     }
-    check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside, r.stream), "chunk_intra");
+    check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside || waits, r.stream), "chunk_intra");
     make_outputs(r, map_k);
   }
   ForwardParams params = forward_params(r);

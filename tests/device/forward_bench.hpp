@@ -255,7 +255,7 @@ inline int bench(const std::string& only) {
       all /= many;
     }
     float call_ms = 0, direct_ms = 0;  // whole calls, sustained
-    const bool fits = int(items.size()) <= sms && !r.segment;
+    const bool fits = int(items.size()) <= kDirectItems * sms && !r.segment;
     float* clock_mhz;
     CUDA_OK(cudaMalloc(&clock_mhz, 4));
     read_clock<<<1, 1>>>(clock_mhz);
@@ -272,9 +272,9 @@ inline int bench(const std::string& only) {
             ForwardParams p = ps[rep % 2];
             p.dependent = true;
             if (direct) {
-              launch_forward_direct(p, plans[rep % 2], gs[rep % 2], 0);
+              launch_forward_direct(p, plans[rep % 2], gs[rep % 2], sms, 0);
             } else {
-              CUDA_OK(segments::launch_with_gates(plans[rep % 2], gs[rep % 2], sms, 0));
+              CUDA_OK(segments::launch_with_gates(plans[rep % 2], gs[rep % 2], sms, 0, true));
               launch_forward(p, sms, 0);
             }
           }

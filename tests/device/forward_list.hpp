@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/kernels/forward/launch.hpp"
 #include "qla/qla.h"
 
 namespace fwdtest {
@@ -198,9 +199,14 @@ inline std::vector<Case> forward_list() {
   }
   for (Case c : std::vector<Case>(cases)) {  // every fused case again in one launch, where each item can have a CTA
     const int64_t seqs = c.lens.empty() ? c.B : int64_t(c.lens.size());
-    if (!c.fused || c.segments > 1 || seqs * c.Hv > c.sms) continue;
+    const int64_t items = seqs * c.Hv;
+    if (!c.fused || c.segments > 1 || items > c.sms) continue;
     c.name += ", direct";
     c.direct = true;
+    add(c);
+    if (items == 1 || seqs > qla::cuda::kDirectSequences) continue;
+    c.sms = int(items > 4 ? (items + 2) / 3 : 1);  // .. and where a CTA has three or four
+    c.name += ", " + std::to_string(c.sms) + " CTAs";
     add(c);
   }
   return cases;

@@ -336,7 +336,7 @@ static void run(const Case& c) {
     if (c.direct) {
       p.plan = nullptr;
       p.items = nullptr;
-      launch_forward_direct(p, plan, a, 0);
+      launch_forward_direct(p, plan, a, std::min(c.sms, g_sms), 0);
     } else {
       CUDA_OK(segments::launch_with_gates(plan, a, g_sms, 0));
     }

@@ -13,6 +13,11 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int byt
                "r"(bytes), "r"(bar)
                : "memory");
 }
+// into L2
+__device__ __forceinline__ void prefetch_l2(const void* src) { asm volatile("prefetch.global.L2 [%0];" ::"l"(src)); }
+__device__ __forceinline__ void bulk_prefetch(const void* src, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
 // to the same offset in every CTA of `mask`; each one's barrier at the same offset counts the bytes
 __device__ __forceinline__ void bulk_load_multicast(uint32_t dst, const void* src, int bytes, uint32_t bar, uint16_t mask) {
   asm volatile(

@@ -7,6 +7,7 @@
 
 #include "core/status.hpp"
 #include "cuda/kernels/forward/variants.hpp"
+#include "cuda/kernels/forward_fused/config.hpp"
 #include "cuda/kernels/forward_fused/variants.hpp"
 #include "cuda/tensor_map.hpp"
 
@@ -81,11 +82,14 @@ void launch_forward(const ForwardParams& p, int num_sms, cudaStream_t stream) {
   check_launch(e, p, grid);
 }
 
-void launch_forward_direct(const ForwardParams& p, const segments::Args& plan, const gates::Args& gates, cudaStream_t stream) {
+void launch_forward_direct(const ForwardParams& p, const segments::Args& plan, const gates::Args& gates, int num_sms,
+                           cudaStream_t stream) {
   const bool plain = gates.g.data && gates.g.dtype == QLA_FLOAT32 && gates.beta.dtype == QLA_FLOAT32 &&
                      !(gates.flags & (QLA_FLAG_RAW_GATE | QLA_FLAG_BETA_SIGMOID));
   FusedArgs args{{forward_args(p)}, plain ? kDirectPlain : kDirect, plan, gates};
-  const int grid = args.p.max_items = int(plan.num_seqs) * p.num_v_heads;
+  static_assert(kDirectItems == FusedConfig::kDirectRounds);
+  args.p.max_items = int(plan.num_seqs) * p.num_v_heads;
+  const int grid = std::min(args.p.max_items, num_sms);
   check_launch(launch_fused(args, grid, stream), p, grid);
 }
 

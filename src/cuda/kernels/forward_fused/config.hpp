@@ -26,7 +26,9 @@ struct FusedConfig {
   static constexpr int kOffItems = kOffExchange + kExchangeBytes;
   static constexpr int kOffBarriers = kOffItems + kItemSlots * kItemBytes;
   static constexpr int kNumBarriers = 8 * kStages + 4 + 2 * kItemSlots + 1 + kStages + 3;
-  static constexpr int kOffV = (kOffBarriers + 8 * kNumBarriers + 1023) / 1024 * 1024;
+  static constexpr int kDirectRounds = 4;                             // items of a CTA of a direct launch
+  static constexpr int kOffDirect = kOffBarriers + 8 * kNumBarriers;  // their sequences
+  static constexpr int kOffV = (kOffDirect + 4 * kDirectRounds + 1023) / 1024 * 1024;
   static constexpr int kStatePart = 32768;  // of a CTA's first initial state, which begins in stage 2 and ends behind V
   static constexpr int kSmemBytes = kOffV + (kStages - 1) * kVBytes + kStatePart + 1024;  // 1,024: alignment of the dynamic part
 

@@ -1,7 +1,7 @@
 // gdn_forward_fused - outputs and end state of one sequence and value head, the intra-chunk stage included. Computes (F2)-(F9),
 // with the gate vectors of chunk_gates or, in a direct launch, of its own (direct.cuh). Norm: q and k by their norms. Save: Abar
 // and the whole vector records are left for backward, as chunk_intra leaves them.
-//   grid: persistent; CTA b takes work item b, then whatever the queue counter gives; direct: an item each, no queue. Not here:
+//   grid: persistent; CTA b takes work item b, then whatever the queue counter gives; direct: up to four, no queue. Not here:
 //   snapshots, checkpoints, cut sequences, V-split: such calls run chunk_intra and gdn_forward.
 //
 // clang-format off
@@ -81,10 +81,12 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
   const int group = threadIdx.x / 128;
   if (group == 0) {
     ptx::setmaxnreg_dec<Cfg::kRegsLoad>();
+    if (!Cut && a.direct && threadIdx.x == 64) ask_for_boundaries(a);
     if (!Cut || !a.p.merging) ptx::grid_dependency_wait();
     if (a.p.asks) ptx::grid_dependency_launch();  // not sooner: what follows looks at the plan without a wait of its own
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
+      if (!Cut && a.direct) put_direct_sequences(a, sm, int(threadIdx.x));
       if (threadIdx.x == 0) fused_load_role<Save, Cut>(a, sm);
     } else if (warp == 3) {
       fused_helper_role<Cut>(a, sm);

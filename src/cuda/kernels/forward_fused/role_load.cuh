@@ -11,7 +11,7 @@ namespace qla::cuda {
 // ---- load: one thread
 // An item's slot, completed by what only the device knows (as fetch_item() in forward/role_load.cuh). False: no more work.
 template <bool Cut>
-__device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, uint32_t slot, int index) {
+__device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, const FusedSmem& sm, uint32_t slot, int index) {
   if (index < a.p.max_items && (Cut || !a.direct)) {  // beside the load of num_items, and not through registers
     const uint4* from = reinterpret_cast<const uint4*>(a.p.items + index);
 #pragma unroll
@@ -22,13 +22,14 @@ __device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, uint32_t sl
         ptx::cp_async<16>(slot + 16 * i, from + i);
     }
   }
-  bool valid = index < (Cut ? ptx::load_after_plan(&a.p.plan->num_items) : a.direct ? a.p.max_items : a.p.plan->num_items);
+  bool valid = !Cut && a.direct ? direct_place(index) < a.p.max_items
+                                : index < (Cut ? ptx::load_after_plan(&a.p.plan->num_items) : a.p.plan->num_items);
   const bool some = Cut && a.p.again && a.p.cut_header->cut;
   if (some) valid = valid && a.p.cut_header->distrusted;
   put_field(slot, offsetof(ItemSlot, valid), valid);
   ptx::cp_async_wait_all();
   if (!valid) return false;
-  if (!Cut && a.direct) put_direct_item(a, slot);
+  if (!Cut && a.direct) put_direct_item(a, sm, slot, index);
   const int sequence = slot::sequence(slot);
   int state = sequence, skip_rows = 0;
   if (some && !(a.p.heads[int64_t(sequence) * a.p.num_v_heads + slot::v_head(slot)] & kHeadDistrusted)) {
@@ -86,9 +87,10 @@ __device__ __forceinline__ int next_share(const FusedArgs& a) {
 // is not asked for before the first one is there, the third one, in whose place the initial state comes, not before that has been
 // taken and the first Abar is there. In a direct launch the gate vectors are still being made; those of the first three chunks go
 // straight to their stages.
-enum LoadStep { kFirstChunk, kSecondChunk, kThirdChunk, kFourthChunk, kAnyChunk };
+// kBegun: the first one's tiles have been asked for.
+enum LoadStep { kBegun = -1, kFirstChunk, kSecondChunk, kThirdChunk, kAnyChunk };
 // The first item's initial state comes by two copies, if it lies in one piece; behind the first tiles, or in a direct launch
-// before anything is known of the item but its place in the grid.
+// behind them before the slot is written.
 __device__ __forceinline__ const float* first_state(const FusedArgs& a, uint32_t item) {
   const StateView& x = a.p.initial_state;
   return static_cast<const float*>(x.data) + slot::state_index(item) * x.stride_n + slot::v_head(item) * x.stride_h;
@@ -106,10 +108,33 @@ __device__ __forceinline__ void copy_first_state(const FusedSmem& sm, const floa
 __device__ __forceinline__ bool copy_direct_state(const FusedArgs& a, const FusedSmem& sm) {
   const StateView& x = a.p.initial_state;
   if (!a.plan.has_initial || !x.data || a.p.state_indices || a.p.has_initial_state) return false;
-  const DirectItem item = direct_item(a);
+  const DirectItem item = direct_item(a, sm, 0);
   const float* from = static_cast<const float*>(x.data) + item.sequence * x.stride_n + item.v_head * x.stride_h;
   if (!in_one_piece(x, from)) return false;
   copy_first_state(sm, from);
+  return true;
+}
+// In a direct launch the first tiles are asked for as soon as the boundaries are known; the code is short because none of it is
+// in the instruction cache. False: not here (the item may be a skipped one), or there are none.
+__device__ __forceinline__ bool first_tiles_at_once(const FusedArgs& a, const FusedSmem& sm) {
+  if (a.p.state_indices) return false;
+  const DirectItem item = direct_item(a, sm, 0);
+  const int k_head = item.v_head / (a.p.num_v_heads / a.p.num_k_heads), batch = a.p.batch > 1 ? item.sequence : 0;
+  const segments::Span span = segments::span_of(a.plan, item.sequence);
+  const int rows = int(span.eos - span.bos), row = int(span.bos) - batch * int(a.row_tokens);
+  if (rows == 0) return false;
+  const bool raw = rows < 64;
+  const uint32_t tiles = raw ? sm.raw_tiles(0) : sm.tiles().full(0), values = raw ? sm.raw_values(0) : sm.values().full(0);
+  ptx::mbarrier_arrive_expect(tiles, FusedConfig::kKqBytes);
+  ptx::mbarrier_arrive_expect(values, FusedConfig::kVBytes);
+#pragma unroll 1
+  for (int p = 0; p < 2; p++) {
+    const uint32_t panel = sm.stage(0) + p * FusedConfig::kPanelBytes;
+    ptx::tensor_load_4d(panel + FusedConfig::kOffK, &a.k, 64 * p, k_head, row, batch, tiles);
+    ptx::tensor_load_4d(panel, &a.q, 64 * p, k_head, row, batch, tiles);
+    ptx::tensor_load_4d(panel + FusedConfig::query_row(32), &a.q, 64 * p, k_head, row + 32, batch, tiles);
+    ptx::tensor_load_4d(sm.v_stage(0) + p * 8192, &a.v, 64 * p, item.v_head, row, batch, values);
+  }
   return true;
 }
 template <bool Save, bool Cut>
@@ -120,17 +145,18 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
   int s = 0;
   uint32_t phase = 1;  // of the empty barriers: the first round passes
   uint32_t taken = 0;
-  int step = kFirstChunk;
-  const bool copied = !Cut && a.direct && copy_direct_state(a, sm);
-  for (int index = !Cut && a.p.shares ? next_share(a) : blockIdx.x;;) {
+  int step = !Cut && a.direct && first_tiles_at_once(a, sm) ? kBegun : kFirstChunk;
+  for (int index = !Cut && a.p.shares ? next_share(a) : !Cut && a.direct ? 0 : blockIdx.x;;) {  // direct: of the CTA's
     ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
     const uint32_t item = sm.slot_address(taken & 1);
-    const bool valid = fetch_fused_item<Cut>(a, item, index);
-    if (taken == 0) {
-      const bool by_copy = valid && slot::start(item) == QLA_START_INITIAL && slot::chunks(item) > 0 &&
-                           in_one_piece(a.p.initial_state, first_state(a, item));
-      put_field(item, offsetof(ItemSlot, first), copied ? kFirstCopied : by_copy ? kFirstByCopy : kFirst);
-    }
+    const bool copied = !Cut && a.direct && taken == 0 && copy_direct_state(a, sm);
+    const bool valid = fetch_fused_item<Cut>(a, sm, item, index);
+    const bool whole =
+        valid && !copied && slot::start(item) == QLA_START_INITIAL && in_one_piece(a.p.initial_state, first_state(a, item));
+    if (taken == 0)
+      put_field(item, offsetof(ItemSlot, first), copied ? kFirstCopied : whole && slot::chunks(item) > 0 ? kFirstByCopy : kFirst);
+    else if (whole)
+      ptx::bulk_prefetch(first_state(a, item), 4 * kStateFloats);  // the states load it themselves, some chunks from now
     ptx::mbarrier_arrive(sm.items().full(taken & 1));
     if (!valid) break;
     taken++;
@@ -147,11 +173,11 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
         if (!Cut || slot::first(sm.slot_address(0)) == kFirstByCopy) ptx::mbarrier_wait(sm.state_taken(), 0);
         ptx::mbarrier_wait(sm.pairs().full(0), 0);
       }
-      if (!Cut && step == kFourthChunk && a.direct) ptx::mbarrier_wait(sm.gates_ready(), 0);
+      const bool by_states = !Cut && a.direct && taken == 1 && step <= kThirdChunk;
+      if (!Cut && a.direct && !by_states) ptx::mbarrier_wait(sm.gates_ready(), 0);
       ptx::mbarrier_wait(tiles.empty(s), phase);
-      {
+      if (step != kBegun) {
         const uint32_t st = sm.stage(s), bar = raw ? sm.raw_tiles(s) : tiles.full(s);
-        const bool by_states = !Cut && step <= kThirdChunk && a.direct;
         ptx::mbarrier_arrive_expect(bar, (quiet ? Cfg::kKqBytes / 2 : Cfg::kKqBytes) + (by_states ? 0 : 4 * kFusedVecFloats));
 #pragma unroll
         for (int p = 0; p < 2; p++) {
@@ -164,26 +190,26 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
         if (!by_states) ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
       }
       ptx::mbarrier_wait(values.empty(s), phase);
-      {
+      if (step != kBegun) {
         const uint32_t v = sm.v_stage(s), bar = raw ? sm.raw_values(s) : values.full(s);
         ptx::mbarrier_arrive_expect(bar, Cfg::kVBytes);
 #pragma unroll
         for (int p = 0; p < 2; p++) ptx::tensor_load_4d(v + p * 8192, &a.v, 64 * p, v_head, row, batch, bar);
       }
-      if (step == kFirstChunk && slot::first(item) == kFirstByCopy) copy_first_state(sm, first_state(a, item));
+      if (step <= kFirstChunk && slot::first(item) == kFirstByCopy) copy_first_state(sm, first_state(a, item));
       row += 64;
       record += a.p.num_v_heads * kRecordFloats<Save>;
       if (++s == Cfg::kStages) s = 0, phase ^= 1;
-      step = min(step + 1, int(kAnyChunk));
+      step = min(max(step, int(kFirstChunk)) + 1, int(kAnyChunk));
     }
     if (!Cut && a.p.shares) {
       index = slot::segment(item);
       if (index == INT32_MAX) index = next_share(a);
     } else {
-      index = !Cut && a.direct ? INT32_MAX : next_index(a);
+      index = !Cut && a.direct ? int(taken) : next_index(a);
     }
   }
-  if (!Cut && a.direct) ptx::grid_dependency_launch();
+  if (!a.p.asks) ptx::grid_dependency_launch();  // a call that comes next sets itself up, and waits
 }
 
 // ---- store: O^T of a state warpgroup's 64 value columns, in V's place, to global memory: a whole chunk by tensor store, a tail

@@ -27,6 +27,19 @@ __device__ __forceinline__ void take_first_state(const FusedSmem& sm, bool v_fir
   }
 }
 
+// The end state of an item, where its sequence ends or goes on elsewhere.
+__device__ __forceinline__ void save_end(const FusedArgs& a, uint32_t item, const float (&S)[2][32], int part) {
+  const int to = slot::is_last(item);
+  if (to != kFinalState && to != kCarry) return;
+  StateView x = a.p.final_state;
+  int64_t index = slot::state_index(item);
+  if (to == kCarry) {
+    x = {a.p.carry_out, QLA_FLOAT32, kStateFloats, 0, 1, 128};
+    index = carried_at(a, item);
+  }
+  if (x.data) store_state(S, state_address(x, index, slot::v_head(item)), first_column(item, part), thread_in_group() % 32);
+}
+
 // d (+)= x^T tile^T with a lower triangular tile: its columns 0-31 take nothing from tokens 32-63.
 template <typename T, int Accumulate>
 __device__ __forceinline__ void lower_product(float (&d)[32], const uint32_t (&x)[16], uint64_t tile) {
@@ -161,7 +174,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       ptx::wgmma_wait();
       if (lane == 0) ptx::mbarrier_arrive(tiles.empty(s));
     }
-    save_state<Cfg>(a, sm.slot_address(walk.slot()), S, 0, true, part);
+    save_end(a, sm.slot_address(walk.slot()), S, part);
     ptx::named_sync(2 + part, 128);
     if (threadIdx.x % 128 == 0) {
       const uint32_t item = sm.slot_address(walk.slot());
