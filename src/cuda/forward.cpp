@@ -14,7 +14,6 @@
 #include "cuda/capabilities.hpp"
 #include "cuda/device.hpp"
 #include "cuda/forward_plan.hpp"
-#include "cuda/kernels/chunk_decay/launch.hpp"
 #include "cuda/kernels/chunk_export/launch.hpp"
 #include "cuda/kernels/chunk_gates/config.hpp"
 #include "cuda/kernels/chunk_intra/launch.hpp"
@@ -133,6 +132,13 @@ struct Run {
   int parity = 0;  // of the carried states
 };
 
+// Whether cut_few runs beside the intra-chunk stage, on sums that it makes meanwhile. (In the fused form they are there before.)
+bool cuts_beside(const Run& r) {
+  const ForwardCounts& counts = r.plan.counts;
+  return counts.cut && !counts.fused && r.p.total_tokens() > 0 &&
+         segments::few_cut(r.p.num_seqs, counts.units, r.slots, r.p.num_v_heads);
+}
+
 segments::Args plan_args(const Run& r) {
   segments::Args a = cuda::plan_args(r.args, r.p, r.plan.choice.value_splits);
   a.slots = int32_t(r.slots);
@@ -141,6 +147,7 @@ segments::Args plan_args(const Run& r) {
   a.header = r.b.header;
   a.items = r.b.items;
   a.chunk_table = r.b.chunk_table;
+  if (cuts_beside(r)) a.sums = r.b.saved.decay;
   a.balanced_shares = int32_t(r.plan.counts.balanced_shares);
   a.fused_ctas = int32_t(std::min<int64_t>(r.plan.counts.items, r.device.multiprocessors));
   a.part_flags = r.b.part_flags;
@@ -160,15 +167,6 @@ segments::Args plan_args(const Run& r) {
   return a;
 }
 
-// Whether cut_items runs beside the intra-chunk stage, on sums of chunk_decay, which reads K once more: where that takes less
-// time than cut_items, and nothing waits for the chunk table. A batch-invariant call has its sums from one place, whatever else
-// is in the batch.
-constexpr int64_t kEarlyKeyBytes = 4 << 20;
-bool cuts_early(const Run& r) {
-  return r.plan.counts.cut && !r.plan.counts.fused && r.plan.counts.ranges == 1 && r.p.num_seqs == 1 && r.p.total_tokens() > 0 &&
-         !(r.args.flags & QLA_FLAG_BATCH_INVARIANT) && r.p.total_tokens() * r.p.num_k_heads * 256 <= kEarlyKeyBytes;
-}
-
 segments::CutArgs cut_args(const Run& r) {
   const ForwardBuffers& b = r.b;
   const ForwardCounts& counts = r.plan.counts;
@@ -181,8 +179,8 @@ segments::CutArgs cut_args(const Run& r) {
     a.plan.v_parts = r.plan.choice.value_splits;
   }
   a.rule = r.plan.choice.rule;
-  a.decay = present(r.args.saved) && !cuts_early(r) ? b.saved.decay : b.decay;
-  a.early = cuts_early(r);
+  a.decay = b.saved.decay;
+  a.beside = cuts_beside(r);
   a.need_bases = present(r.args.h) || present(r.args.state_checkpoints);
   a.most_states = int32_t(counts.end_states);
   a.most_units = int32_t(counts.units);
@@ -240,7 +238,7 @@ gates::Args gates_args(const Run& r) {
   a.dt_bias = head_view(r.args.dt_bias);
   a.saves = fused_keeps(r);
   a.vec = a.saves ? r.b.saved.vec : r.b.gates;
-  a.decay = a.saves ? r.b.saved.decay : r.plan.counts.cut ? r.b.decay : nullptr;
+  a.decay = a.saves || r.plan.counts.cut ? r.b.saved.decay : nullptr;
   return a;
 }
 
@@ -328,7 +326,7 @@ ForwardParams uncut_params(const ForwardParams& main, const Run& r) {
   return f;
 }
 // S_ext and M of the segments whose successor is merged
-ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b, const ForwardCounts& counts, bool idle) {
+ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b, const ForwardCounts& counts) {
   ForwardParams f = main;
   f.fused = f.cut = f.normalise = false;
   f.vec = b.saved.vec;
@@ -337,8 +335,8 @@ ForwardParams pre_pass_params(const ForwardParams& main, const ForwardBuffers& b
   f.items = b.pre_items;
   f.max_items = int32_t(2 * counts.end_states * counts.pre_v_parts);
   f.v_parts = int32_t(counts.pre_v_parts);
-  f.rehearse = idle;  // there is time for it before the cut is known
-  f.asks = idle;      // .. and what cut_items says at once is there before this kernel begins
+  f.rehearse = true;  // there is time for it before the cut is known
+  f.asks = true;      // .. and what cut_items says at once is there before this kernel begins
   f.pg = nullptr;
   f.final_state = f.checkpoints = f.h = {};
   f.merged = nullptr;
@@ -386,7 +384,7 @@ void make_outputs(const Run& r, const CUtensorMap& map_k) {
 // Whether chunk_intra makes the tables: one launch less for small calls, where launches are what they cost.
 bool plans_inside(const Run& r) {
   const ForwardCounts& counts = r.plan.counts;
-  return !cuts_early(r) && !counts.fused && !counts.both && counts.ranges == 1 && r.p.total_tokens() > 0 &&
+  return !cuts_beside(r) && !counts.fused && !counts.both && counts.ranges == 1 && r.p.total_tokens() > 0 &&
          direct_plan(r.p, std::max<int64_t>(counts.v_parts, r.plan.choice.uncut_splits), r.device);
 }
 
@@ -413,7 +411,7 @@ void run_range(const Run& r) {
     launch_forward_direct(params, plan_args(r), gates_args(r), r.device.multiprocessors, r.stream);
     return;
   }
-  const bool inside = plans_inside(r), early = !inside && cuts_early(r) && !r.plan.choice.fused;
+  const bool inside = plans_inside(r);
   const bool waits = !counts.cut && !counts.both && r.p.num_seqs > 1;  // each kernel, ahead of its first look at memory
   // Items of an uncut run; where something is cut they are written anew when the gates are known.
   if (counts.balanced_shares)
@@ -428,40 +426,25 @@ void run_range(const Run& r) {
                       map_q = make_token_map(map_shape(r.args.q), bf16, "q");
     intra::Args intra = intra_args(r);
     intra.makes_plan = inside;
-    if (!inside) {
-      intra.direct = r.p.num_seqs == 1 && counts.ranges == 1;
-      intra.early = intra.direct || early;
-    }
-    if (early) {
-      const qla_tensor& k = r.args.k;
-      decay::Args sums{intra, k.data, {k.stride[0], k.stride[1], k.stride[2]}};
-      sums.intra.decay = r.b.decay;
-      check_cuda(decay::launch(r.p.dtype, sums, multiprocessors, r.stream), "chunk_decay");
-      segments::CutArgs cut = cut_args(r);
-      check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
-      if (!present(r.args.saved)) intra.decay = nullptr;  // what is saved comes from one kernel, early or not
-      intra.spare = 2;                                    // room for cut_items
-    }
+    intra.early = intra.direct = !inside && r.p.num_seqs == 1 && counts.ranges == 1;
     check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside || waits, r.stream), "chunk_intra");
     make_outputs(r, map_k);
   }
   ForwardParams params = forward_params(r);
   if (counts.cut) {
-    if (!early) {
-      segments::CutArgs cut = cut_args(r);
-      check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
-    }
+    segments::CutArgs cut = cut_args(r);
+    check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
     if (!counts.fused && counts.uncut_items > 0) launch_forward(uncut_params(params, r), multiprocessors, r.stream);
     if (counts.fused && r.p.total_tokens() > 0) {  // all that the pre-pass needs and the main pass makes for itself
       const CUtensorMap map_k = make_token_map(map_shape(r.args.k), r.p.dtype == QLA_BFLOAT16, "k");
       check_cuda(intra::launch(r.p.dtype, map_k, map_k, merging_args(r), multiprocessors, true, r.stream), "chunk_intra");
     }
     if (counts.end_states > 0) {
-      launch_forward(pre_pass_params(params, r.b, counts, !early), multiprocessors, r.stream);
-      const bool lets_begin = !early && !r.plan.choice.fused;  // and nothing is cut: the main pass leaves, or waits for itself
+      launch_forward(pre_pass_params(params, r.b, counts), multiprocessors, r.stream);
+      const bool lets_begin = !r.plan.choice.fused;  // and nothing is cut: the main pass leaves, or waits for itself
       const cp_merge::Args merge{
           r.b.pre_header, r.b.chains, r.b.transitions, r.b.states, r.b.states + counts.end_states * kStateFloats,
-          !early,         lets_begin};
+          true,           lets_begin};
       check_cuda(cp_merge::launch(merge, std::min(counts.end_states, r.p.num_seqs * r.p.num_v_heads), multiprocessors, r.stream),
                  "cp_merge");
       params.merging = true;

@@ -42,7 +42,6 @@ struct ForwardBuffers {
   PlanHeader* uncut_header;  // of a list for packings in which nothing is cut; fused: and for heads that should not have been
   WorkItem* uncut_items;
   // context parallelism
-  float* decay;  // [slot][HV]: what cuts look at; where they run early and forward saves, not what is saved
   PlanHeader* pre_header;
   WorkItem* pre_items;
   MergeChain* chains;
@@ -104,7 +103,6 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
     b.uncut_items = layout.take<WorkItem>(n.uncut_items);
   }
   if (n.cut) {
-    if (saved_given) b.decay = layout.take<float>(n.range_slots * p.num_v_heads);
     b.pre_header = layout.take<PlanHeader>(1);
     b.pre_items = layout.take<WorkItem>(2 * n.end_states * n.pre_v_parts);
     b.chains = layout.take<MergeChain>(p.num_seqs * p.num_v_heads);
@@ -118,10 +116,7 @@ inline ForwardBuffers lay_out_forward(void* base, const Problem& p, const Forwar
   }
   if (n.ranges > 1)
     for (float*& carry : b.carry) carry = layout.take<float>((n.both ? p.num_seqs : 1) * p.num_v_heads * kStateFloats);
-  if (!saved_given) {
-    take_saved();
-    b.decay = b.saved.decay;
-  }
+  if (!saved_given) take_saved();
   b.bytes = layout.bytes();
   return b;
 }

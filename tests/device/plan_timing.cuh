@@ -171,14 +171,15 @@ inline void time_planning() {
       c.chains = chains.get();
       c.transitions = transitions.get();
       cuda_ok(segments::launch(c.plan, multiprocessors(), nullptr), "plan_segments");
-      double us[2];
-      for (int i = 0; i < 2; i++) {  // cut; asked and not cut
+      double us[3];
+      for (int i = 0; i < 3; i++) {  // cut; asked and not cut; cut beside the kernel before, whose sums are all there
         segments::CutArgs now = c;
         if (i == 1) now.rule.uncut_chunks = tokens;
+        now.beside = i == 2;
         us[i] = exposed_us(60, [&](cudaStream_t s) { cuda_ok(segments::launch_cut(now, s), "cut"); }) - base;
       }
-      std::printf("(%d, %d) 1x%lld, %lld segments: cut items %.2f us, nothing to cut %.2f\n", hk, hv,
-                  static_cast<long long>(tokens), static_cast<long long>(items / choice.value_splits / hv), us[0], us[1]);
+      std::printf("(%d, %d) 1x%lld, %lld segments: cut items %.2f us, nothing to cut %.2f, beside %.2f\n", hk, hv,
+                  static_cast<long long>(tokens), static_cast<long long>(items / choice.value_splits / hv), us[0], us[1], us[2]);
     }
 }
 

@@ -11,6 +11,7 @@
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "device/harness.hpp"
 #include "device/plan_balanced.cuh"
+#include "device/plan_beside.cuh"
 #include "device/plan_problem.cuh"
 #include "device/plan_timing.cuh"
 
@@ -30,6 +31,9 @@ Tables run(const Problem& p, const std::string& name) {
   Device<WorkItem> main_items(p.parts * items), pre_items(std::max<int64_t>(1, 2 * states * p.v_parts));
   Device<ChunkRecord> chunks(std::max<int64_t>(1, p.parts * p.slots()));
   Device<float> decay(p.decay.empty() ? std::vector<float>(1) : p.decay);
+  // made while cut_few looks at them: whatever lay there before
+  Device<float> late(p.beside ? size_t(p.slots() * p.heads) : 1);
+  Device<int> ended(std::vector<int>(1)), seen(std::vector<int>(1));
   Device<MergeChain> chains(p.seqs() * p.heads);
   Device<uint8_t> transitions(std::max<int64_t>(1, states)), heads(size_t(p.seqs() * p.heads));
   Device<int32_t> until(size_t(p.seqs() * p.heads));
@@ -69,7 +73,9 @@ Tables run(const Problem& p, const std::string& name) {
     const gates::Args g = gates_of(p.tokens, p.heads, gate.get(), vec.get());
     cuda_ok(segments::launch_with_gates(a, g, multiprocessors(), nullptr), "plan_and_gates");
   } else {
+    if (p.beside) a.sums = late.get();
     cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
+    if (p.beside) launch_make_sums(chunks.get(), decay.get() + p.first_slot * p.heads, late.get(), a.slots, p.heads, ended.get());
   }
   if (p.rule.segment_chunks) {
     segments::CutArgs c{};
@@ -82,6 +88,7 @@ Tables run(const Problem& p, const std::string& name) {
     }
     c.rule = p.rule;
     c.decay = decay.get() + p.first_slot * p.heads;
+    if (p.beside) c.decay = late.get(), c.beside = 1;
     c.need_bases = 1;
     c.most_states = int32_t(states);
     c.most_units = int32_t(most_units);
@@ -94,13 +101,15 @@ Tables run(const Problem& p, const std::string& name) {
     c.transitions = transitions.get();
     if (p.says_heads) c.heads = heads.get(), c.until = until.get();
     cuda_ok(segments::launch_cut(c, nullptr), "cut_items");
+    if (p.beside) launch_look(ended.get(), seen.get());
   }
   cuda_ok(cudaDeviceSynchronize(), name.c_str());
   check(header.guards_intact() && pre_header.guards_intact() && main_items.guards_intact() && pre_items.guards_intact() &&
             chunks.guards_intact() && chains.guards_intact() && transitions.guards_intact() && units.guards_intact() &&
             uncut_items.guards_intact() && heads.guards_intact() && until.guards_intact() && cut_header.guards_intact() &&
-            fused_header.guards_intact() && fused_items.guards_intact() && vec.guards_intact(),
+            late.guards_intact() && fused_header.guards_intact() && fused_items.guards_intact() && vec.guards_intact(),
         name + ": writes stay inside");
+  if (p.beside) check(seen.download()[0] == 1, name + ": ends behind what makes the sums");
   Tables t{chunks.download(),    main_items.download(),    pre_items.download(), chains.download(), transitions.download(),
            header.download()[0], pre_header.download()[0], heads.download(),     until.download()};
   if (p.uncut_parts) {  // one list has everything
@@ -362,6 +371,7 @@ int main(int argc, char** argv) {
       p.says_heads = p.uncut_parts > 0 && pick(0, 1);
     }
     gates(p);
+    p.beside = p.rule.segment_chunks && pick(0, 1) && refines(p);
     const std::string name = "round " + std::to_string(round) + " (" + std::to_string(lens.size()) + " sequences, " +
                              std::to_string(p.heads) + " heads, L " + std::to_string(p.rule.segment_chunks) + ")";
     compare(p, run(p, name), name);
@@ -393,6 +403,8 @@ int main(int argc, char** argv) {
                              std::to_string(p.rule.merged_chunks) + ", pieces " + std::to_string(p.rule.first_pieces) + ", " +
                              std::to_string(p.rule.pieces) + ")";
     compare(p, run(p, name), name);
+    p.beside = refines(p);
+    if (p.beside) compare(p, run(p, name + ", beside"), name + ", beside");
     for (auto& x : p.cu)
       if (pick(0, 2) == 0) x = pick(-5000, 2 * p.tokens);
     p.cu[0] = -1;

@@ -40,6 +40,24 @@ __device__ __forceinline__ int64_t load_after_plan(const int64_t* p) {
   return x;
 }
 
+// What another kernel writes meanwhile, one word at a time: each is what lay there before or what was written.
+__device__ __forceinline__ float load_once_written(const float* p) {
+  float x;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 load_once_written(const float4* p) {
+  float4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(p)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_for_another(float* p, float x) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+}
+
 // A flag between CTAs: raised after what the CTA's threads wrote and a barrier among them, seen before what is read then.
 __device__ __forceinline__ void raise_flag(int32_t* p) {
   asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(p) : "memory");

@@ -30,7 +30,6 @@ struct Args {
   int32_t early;   // 1: all it reads is there when it starts; it waits for the kernels before it when it has done its work
   int32_t direct;  // 1: one sequence, chunks are found from its boundaries in `plan`; the chunk table is not read
   int32_t asks;    // 1: the fused form is in the call, too, and came before; nothing to do where `plan`'s header has no items
-  int32_t spare;   // CTAs that the grid leaves out: something else runs beside it
   uint32_t flags;  // QLA_FLAG_QK_L2NORM, RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
   float scale;
   View g, beta;          // [B, T, HV]; g may be absent

@@ -219,7 +219,7 @@ __device__ __forceinline__ void put_decay(uint32_t fragments, uint32_t vec, cons
   // inf - inf: a key that is not finite, with beta = 0 or not
   growth += (k2.x - k2.x) + (k2.y - k2.y);
   const float sum = (warp_sum(growth) + through) * kLn2;
-  if (lane == 0) a.decay[int64_t(it.slot) * a.num_v_heads + it.v_head + head] = sum;
+  if (lane == 0) ptx::store_for_another(a.decay + int64_t(it.slot) * a.num_v_heads + it.v_head + head, sum);
 }
 
 // rows of the ungated A from the tile
@@ -438,6 +438,7 @@ __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t tile = smem + kSmemAbar + warp * kTileBytes, raw = smem + kSmemRaw + warp * 1024;
   int head = warp;  // of the item's heads this warp has this one; beyond its last: none
+  bool first_sum = true;
   if (head < s_item[0].heads) load_gates<Gated>(raw, a, s_item[0], head, lane);
 #pragma unroll 1
   for (int n = 0;; n++) {
@@ -460,7 +461,11 @@ __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, 
     if (mine) {
       const uint32_t kk = smem + fragments(WithPg, place);
       if (Gated && a.vec) put_record(smem + kSmemNorm + place * 512, vec, a, it, head, lane);
-      if (a.decay) put_decay(kk, vec, a, it, head, lane);
+      if (a.decay) {
+        if (a.early && first_sum) ptx::grid_dependency_wait();  // plan_few has marked all sums as missing
+        first_sum = false;
+        put_decay(kk, vec, a, it, head, lane);
+      }
       wait_for_tile(lane);
       if (head_inverse<T, Gated>(kk, vec, tile, lane)) [[unlikely]]
         guarded_head<T, Gated>(kk, vec, tile, smem + kSmemX + 1024 * warp, lane);

@@ -19,7 +19,7 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
                   cudaStream_t stream) {
   const int64_t per_slot = int64_t(args.num_k_heads) * args.parts, items = args.slots * per_slot;
   if (items == 0) return cudaSuccess;
-  int64_t ctas = std::min<int64_t>(items, int64_t(multiprocessors) * kCtasPerSm - args.spare);
+  int64_t ctas = std::min<int64_t>(items, int64_t(multiprocessors) * kCtasPerSm);
   while (args.until && std::gcd(ctas, per_slot) > 1) ctas--;  // each CTA meets all heads in turn: few have anything to do
   Args sized = args;
   sized.step_slots = int32_t(ctas / per_slot);

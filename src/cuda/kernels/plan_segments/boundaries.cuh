@@ -37,6 +37,13 @@ __device__ __forceinline__ Span span_of(const Args& a, int64_t n) {
   return s;
 }
 
+// PlanHeader::end_token of a range of slots: padding belongs to the last one
+__device__ __forceinline__ int64_t end_of_outputs(const Args& a) {
+  const int64_t tokens = a.cu_seqlens ? a.tokens : a.num_seqs * a.tokens;
+  if (a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs) return tokens;
+  return a.num_seqs > 0 ? boundary(a, a.num_seqs) : 0;
+}
+
 __device__ __forceinline__ int start_of(const Args& a, int64_t n) {
   return a.has_initial && (!a.has_initial_state || a.has_initial_state[n]) ? QLA_START_INITIAL : QLA_START_ZERO;
 }

@@ -22,6 +22,9 @@ struct Args {
   PlanHeader* header;
   WorkItem* items;           // up to num_seqs * num_v_heads * v_parts of them; nullptr: only the chunk table and the header
   ChunkRecord* chunk_table;  // nullptr: not written
+  // Sums of ghat that a kernel behind this one is to make, [slot][HV], for plan_few to mark as not there (kNoSum): cut_few reads
+  // them while they are made. nullptr: nobody does.
+  float* sums;
   // Both forms in one call (plan_both_and_gates, at most kMostBothSeqs sequences): up to so many chunks of the longest sequence
   // all items go to the fused form's list (all of V), else to the lists above; what belongs to the other form gets none, and no
   // padding to zero. 0: one form.
@@ -41,6 +44,9 @@ struct Args {
   int32_t range;                                // in the kernel: which one's tables are being made ..
   int32_t part_slot[qla::plan::kMostBothSeqs];  // .. and where each sequence's part begins in them
 };
+
+// A NaN that no arithmetic makes. Where a sum has those bits all the same it is as good as any other NaN, and read last.
+inline constexpr uint32_t kNoSum = 0xffffffffu;
 
 inline constexpr int kThreads = 512;
 inline constexpr int kCachedSeqs = 1024;  // boundaries of so many sequences are searched in shared memory

@@ -328,7 +328,7 @@ __device__ __forceinline__ bool answer(const CutArgs& a, bool cuts) {
   }
   __syncthreads();
   if (cuts) return false;
-  if (!a.early) ptx::grid_dependency_launch();
+  ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
   return true;
 }
@@ -339,7 +339,6 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   __shared__ CutShared s;
   const int32_t jobs = int32_t(a.plan.num_seqs * a.plan.num_v_heads), gates = a.plan.slots * a.plan.num_v_heads;
   const bool one_round = jobs <= kCutThreads;
-  if (a.early) ptx::grid_dependency_launch();
   Cutter cutter{{a, s, a.staged ? s_decay : a.decay}};
   Unit* all_units = a.most_units <= kStagedUnits ? s.units : reinterpret_cast<Unit*>(a.units);
   bool long_enough = false;
@@ -348,7 +347,7 @@ __global__ void __launch_bounds__(kCutThreads, 1) cut_items(const __grid_constan
   if (answer(a, long_enough)) return;
   if (one_round) cutter.begin_round(0, jobs, all_units, 0);
   ptx::grid_dependency_wait();
-  if (!a.early) ptx::grid_dependency_launch();
+  ptx::grid_dependency_launch();
   if (a.staged) stage_decay(s_decay, a.decay, gates);
   for (int i = threadIdx.x; i < 2 * kBuckets; i += kCutThreads) s.bucket[i / kBuckets][i % kBuckets] = 0;
   if (threadIdx.x == 0) s.pre_items = s.chains = s.states = 0;

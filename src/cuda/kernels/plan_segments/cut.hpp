@@ -21,9 +21,11 @@ struct CutArgs {
   // `plan`'s header is written here alone. With `heads` this list stays as it is.
   PlanHeader* uncut_header;
   qla::plan::CutRule rule;
-  const float* decay;   // [slot][HV] of chunk_intra
-  int32_t staged;       // 1: decay fits in shared memory
-  int32_t early;        // 1: decay comes from chunk_decay, and what is launched next runs beside this kernel
+  const float* decay;  // [slot][HV] of chunk_intra
+  int32_t staged;      // 1: decay fits in shared memory
+  // 1 (cut_few): decay is made by the kernel before, while this one reads it; all were kNoSum until plan_few was complete. What
+  // is launched next may begin at once.
+  int32_t beside;
   int32_t need_bases;   // 1: chunk_base and checkpoint_base are used
   int32_t most_states;  // entries of S_ext; those of M follow
   int32_t most_units;   // bound on segments over all heads, those of both cuts

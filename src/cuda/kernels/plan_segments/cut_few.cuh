@@ -1,19 +1,23 @@
 // cut_few - cut_items for few sequences and segments, which is what a planner's own cut makes: the same lists.
 //   grid: one CTA; a thread a unit = (sequence, segment, value head), heads side by side, so that lanes read sums of different
-//   banks. What boundaries decide is worked out before the wait. Behind it every step is one round trip: sums to shared memory in
-//   one bulk copy; sum of each segment; start of each segment, counted by length; positions and items. No 64-bit division, no
-//   loop over units: the CTA has as many threads as there may be units. Where heads that merge have segments of their own
-//   (CutRule::merged_chunks) each head has threads for both cuts, and one of them makes no items.
+//   banks. What boundaries decide is worked out before anything is waited for. Then: sums to shared memory; sum of each segment;
+//   start of each segment, counted by length; positions and items. No 64-bit division, no loop over units: the CTA has as many
+//   threads as there may be units. Where heads that merge have segments of their own (CutRule::merged_chunks) each head has
+//   threads for both cuts, and one of them makes no items.
+// CutArgs::beside: chunk_intra is still at work when this kernel begins, as soon as a multiprocessor has room for one CTA of it
+//   fewer. Its sums are taken one by one as they come (gather_sums), all but those behind the last boundary of a sequence, which
+//   decide nothing: so the lists are there when chunk_intra ends, and this kernel ends when it has seen that.
 // The merged boundary in front of segment j > 0 of a sequence's head h has an entry for each piece of the pre-pass's way to it,
 //   by its rank: behind those that the sequences before and the heads before may have, merged boundaries of this head before it.
 //   Shapes bound that; entries of one chain are consecutive.
 #pragma once
 
 #include "cuda/kernels/plan_segments/cut.cuh"
-#include "cuda/ptx/barrier.cuh"
-#include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/control.cuh"
 
 namespace qla::cuda::segments {
+
+inline constexpr int kPatience = 64;  // of one look, 0.7 us, each: the end of a long chunk_intra
 
 struct FewSequence {
   int64_t bos;  // of its part in the range
@@ -26,9 +30,10 @@ struct FewSequence {
 };
 struct FewShared {
   alignas(16) int32_t bucket[2][kBuckets];  // units by length; merged starts: the second half
-  uint64_t arrived;                         // the sums
   FewSequence sequence[kFewSequences];
   int32_t places;  // over all sequences
+  int32_t valid;   // for the header of a list of its own
+  int64_t end_token;
   int32_t long_items, pre_items, chains;
   float sum[kFewUnits];            // of ghat over the unit's segment
   uint32_t merged[kFewUnits];      // [place / 32][head]: bit place % 32
@@ -88,6 +93,15 @@ __device__ __forceinline__ bool few_sequences(const CutArgs& a, FewShared& s) {
   x.segments[1] = min(x.segments[1], x.places - x.segments[0]);
   if (n < seqs) s.sequence[n] = x;
   if (n == seqs - 1) s.places = min(places, most);
+  if (a.uncut_header) {  // as plan_few has it in the other list's
+    bool bad = false;
+    if (n < seqs && a.plan.cu_seqlens) {
+      const int64_t from = raw_boundary(a.plan, n), to = raw_boundary(a.plan, n + 1);
+      bad = from < 0 || to < from || to > a.plan.tokens || (n == 0 && from != 0);
+    }
+    const bool valid = !__any_sync(~0u, bad);
+    if (n == 0) s.valid = valid, s.end_token = end_of_outputs(a.plan);
+  }
   return cuts;
 }
 
@@ -186,20 +200,68 @@ __device__ __forceinline__ int32_t few_first(const FewShared& s, int32_t bucket)
   return at;
 }
 
+__device__ __forceinline__ bool is_there(float4 x) {
+  return __float_as_uint(x.x) != kNoSum && __float_as_uint(x.y) != kNoSum && __float_as_uint(x.z) != kNoSum &&
+         __float_as_uint(x.w) != kNoSum;
+}
+__device__ __forceinline__ bool is_there(float x) { return __float_as_uint(x) != kNoSum; }
+
+// Sums to shared memory as they come, by all threads. A sum and the word that it is there are one word: nothing is ordered. When
+// the kernels before have ended what is still missing belongs to no chunk (bad boundaries); patience: looks before that is waited
+// for.
+template <typename Word>
+__device__ __forceinline__ void gather_sums(Word* to, const Word* from, int32_t count, int32_t& patience) {
+  constexpr int kAtOnce = 4;
+  const int32_t threads = int32_t(blockDim.x);
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < count; i += kAtOnce * threads) {
+    Word x[kAtOnce];
+#pragma unroll 1
+    for (bool there = false; !there; patience--) {
+      const bool ended = patience <= 0;
+      if (ended) ptx::grid_dependency_wait();
+      there = true;
+#pragma unroll
+      for (int w = 0; w < kAtOnce; w++)
+        if (i + w * threads < count) x[w] = ptx::load_once_written(from + i + w * threads);
+#pragma unroll
+      for (int w = 0; w < kAtOnce; w++)
+        if (i + w * threads < count) there &= is_there(x[w]);
+      there |= ended;
+    }
+    patience = max(patience, 0);
+#pragma unroll
+    for (int w = 0; w < kAtOnce; w++)
+      if (i + w * threads < count) to[i + w * threads] = x[w];
+  }
+}
+// .. of what decides about each sequence
+__device__ __forceinline__ void gather_sums(const CutArgs& a, const FewShared& s, float* to) {
+  const int32_t heads = a.plan.num_v_heads;
+  const bool by_four = heads % 4 == 0 && reinterpret_cast<uintptr_t>(a.decay) % 16 == 0;
+  int32_t patience = a.beside ? kPatience : 0;
+#pragma unroll 1
+  for (int n = 0; n < int(a.plan.num_seqs); n++) {
+    const FewSequence& of = s.sequence[n];
+    const int32_t chunks = min(of.chunks,
+                               max((of.segments[0] - 1) * of.segment_chunks[0], (of.segments[1] - 1) * of.segment_chunks[1])),
+                  at = of.slot * heads, count = max(0, chunks) * heads;
+    if (by_four)
+      gather_sums(reinterpret_cast<float4*>(to + at), reinterpret_cast<const float4*>(a.decay + at), count / 4, patience);
+    else
+      gather_sums(to + at, a.decay + at, count, patience);
+  }
+}
+
 __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ CutArgs a) {
   extern __shared__ float4 s_decay4[];
   float* const s_decay = reinterpret_cast<float*>(s_decay4);
   __shared__ FewShared s;
-  const int32_t heads = a.plan.num_v_heads, gates = a.plan.slots * heads, threads = int32_t(blockDim.x);
-  const uint32_t arrived = ptx::shared_address(&s.arrived);
-  if (a.early) ptx::grid_dependency_launch();
-  if (threadIdx.x == 0) {
-    ptx::mbarrier_init(arrived, 1);
-    ptx::mbarrier_init_fence();
-    s.long_items = s.pre_items = s.chains = 0;
-  }
+  const int32_t heads = a.plan.num_v_heads, threads = int32_t(blockDim.x);
+  if (threadIdx.x == 0) s.long_items = s.pre_items = s.chains = 0;
   const bool cuts = threadIdx.x < 32 && few_sequences(a, s);
   if (answer(a, cuts)) return;
+  if (a.beside) ptx::grid_dependency_launch();
 #pragma unroll 1
   for (int n = 0; n < int(a.plan.num_seqs); n++)
 #pragma unroll 1
@@ -219,25 +281,13 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
     u.find();
   }
 
-  ptx::grid_dependency_wait();
-  if (!a.early) ptx::grid_dependency_launch();
-  const PlanHeader& planned = a.uncut_header ? *a.uncut_header : *a.plan.header;
-  int64_t end_token = 0;
-  if (reinterpret_cast<uintptr_t>(a.decay) % 16 == 0 && gates % 4 == 0) {
-    if (threadIdx.x == 0) {
-      ptx::mbarrier_arrive_expect(arrived, 4 * gates);
-      ptx::bulk_load(ptx::shared_address(s_decay), a.decay, 4 * gates, arrived);
-      end_token = planned.end_token;
-    }
-    ptx::mbarrier_wait(arrived, 0);
-  } else {
-    if (threadIdx.x == 0) end_token = planned.end_token;
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < gates; i += threads) ptx::cp_async<4>(ptx::shared_address(s_decay + i), a.decay + i);
-    ptx::cp_async_wait_all();
-    __syncthreads();
+  if (!a.beside) {
+    ptx::grid_dependency_wait();
+    ptx::grid_dependency_launch();
   }
-  if (mine) s.sum[unit] = u.sum();
+  gather_sums(a, s, s_decay);
+  __syncthreads();
+  if (mine && !u.is_last()) s.sum[unit] = u.sum();
   __syncthreads();
   qla::plan::BasicStart<int32_t> start{QLA_START_ZERO, 0};
   if (mine) start = u.start();
@@ -326,16 +376,17 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
     header.cut = 1;
     header.num_items = pre_pass_items(s.pre_items * a.pre_v_parts);
     header.num_merges = s.chains;
-    header.end_token = end_token;
+    header.end_token = a.plan.tokens;
     *a.pre_header = header;
     if (a.uncut_header) {
-      a.plan.header->valid_tokens = planned.valid_tokens;
-      a.plan.header->end_token = end_token;
+      a.plan.header->valid_tokens = s.valid;
+      a.plan.header->end_token = s.end_token;
       if (!a.heads) *a.uncut_header = header_without_items(a.plan.tokens);
     }
     a.plan.header->num_items = min(items, a.most_items) * a.plan.v_parts;
     a.plan.header->next_item = 0;
     a.plan.header->num_merges = s.chains;
+    if (a.beside) ptx::grid_dependency_wait();  // whoever waits for this kernel counts on all before it
   }
 }
 

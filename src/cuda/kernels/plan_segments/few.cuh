@@ -90,6 +90,11 @@ __device__ __forceinline__ void plan_few_cta(const Args& a, int cta, int ctas) {
       if (slot < a.slots) *reinterpret_cast<int4*>(a.chunk_table + slot) = *reinterpret_cast<const int4*>(&record);
     }
   }
+  if (a.sums) {
+    const int32_t sums = a.slots * a.num_v_heads;
+#pragma unroll 1
+    for (int32_t i = first + lane; i < sums; i += step) reinterpret_cast<uint32_t*>(a.sums)[i] = kNoSum;
+  }
   if (a.items) {  // four lanes an item, 16 bytes each
     const int per_seq = a.num_v_heads * a.v_parts, words = 4 * seqs * per_seq, word = lane % 4;
     const int64_t token = p.span.bos + 64 * int64_t(p.run.first);

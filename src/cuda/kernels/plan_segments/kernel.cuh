@@ -239,10 +239,7 @@ __device__ __forceinline__ void plan_cta(const Args& a, Shared& s, int cta, int 
     PlanHeader header{};
     header.num_items = a.items && a.num_seqs > 0 ? int32_t(s.present * a.num_v_heads * a.v_parts) : 0;
     header.valid_tokens = !s.invalid;
-    // padding belongs to the last range
-    const int64_t tokens = a.cu_seqlens ? a.tokens : a.num_seqs * a.tokens;
-    const bool more = a.first_slot + int64_t(a.slots) < tokens / 64 + a.num_seqs;
-    header.end_token = more ? tokens : a.num_seqs > 0 ? boundary(a, a.num_seqs) : 0;
+    header.end_token = end_of_outputs(a);
     *a.header = header;
   }
 }
