@@ -1,5 +1,5 @@
-// What makes the sums of ghat while cut_few reads them, in chunk_intra's place: it lets the next kernel begin at once, waits for
-// plan_few, then makes the sums of chunks that the table has, in no order that anybody could count on, and ends late.
+// What makes the sums of ghat while cut_few reads them, in chunk_intra's place: it waits for plan_few, lets the next kernel
+// begin, then makes the sums of chunks that the table has, in no order that anybody could count on, and ends late.
 #pragma once
 
 #include "cuda/dependent_launch.hpp"
@@ -11,8 +11,8 @@ namespace qla::test {
 
 // gridDim.x slots at a time; kept: the last of them, so that the kernel ends after everything that decides is there
 __global__ void make_sums(const cuda::ChunkRecord* table, const float* from, float* to, int slots, int heads, int* ended) {
+  cuda::ptx::grid_dependency_wait();  // as chunk_intra: whoever reads the sums must not see what lay there before plan_few
   cuda::ptx::grid_dependency_launch();
-  cuda::ptx::grid_dependency_wait();
   for (int slot = int(blockIdx.x); slot < slots; slot += int(gridDim.x)) {
     if (table[slot].rows == 0) continue;
     __nanosleep(unsigned(slot * 2654435761u >> 20));  // up to 4 us

@@ -32,7 +32,7 @@ Tables run(const Problem& p, const std::string& name) {
   Device<ChunkRecord> chunks(std::max<int64_t>(1, p.parts * p.slots()));
   Device<float> decay(p.decay.empty() ? std::vector<float>(1) : p.decay);
   // made while cut_few looks at them: whatever lay there before
-  Device<float> late(p.beside ? size_t(p.slots() * p.heads) : 1);
+  Device<float> late(std::vector<float>(p.beside ? size_t(p.slots() * p.heads) : 1, -1.f));
   Device<int> ended(std::vector<int>(1)), seen(std::vector<int>(1));
   Device<MergeChain> chains(p.seqs() * p.heads);
   Device<uint8_t> transitions(std::max<int64_t>(1, states)), heads(size_t(p.seqs() * p.heads));

@@ -366,7 +366,11 @@ __device__ __forceinline__ void scores_role(const Args& a, Walk& walk, ChosenWal
   constexpr int kPlaces = places(WithPg);
   const uint32_t tiles = smem + kSmemPg;
   const bool normalise = a.flags & QLA_FLAG_QK_L2NORM;
-  int first_warp = 0;  // that has the item's first head
+  int first_warp = 0;                         // that has the item's first head
+  if (a.early && a.plan.sums && warp == 1) {  // tiles are on their way
+    ptx::grid_dependency_wait();
+    ptx::grid_dependency_launch();
+  }
 #pragma unroll 1
   for (int n = 0;; n++) {
     const Item it = s_item[n % kItems];
@@ -503,15 +507,17 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     ptx::tensor_prefetch_map(&map_k);
     if (WithPg) ptx::tensor_prefetch_map(&map_q);
   }
+  // Who reads the sums while they are made must not see what lay there before plan_few: it may begin when that is complete.
   if (a.makes_plan)
     ptx::begin_call();
-  else
+  else if (!a.plan.sums)
     ptx::grid_dependency_launch();
   if (a.asks && ptx::load_after_plan(&a.plan.header->num_items) == 0) {
     if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended
     return;
   }
   if (!a.early) ptx::grid_dependency_wait();
+  if (!a.early && a.plan.sums) ptx::grid_dependency_launch();
   Walk walk{a,
             smem + kSmemRecord,
             {int(blockIdx.x) / (a.num_k_heads * a.parts), int(blockIdx.x) % (a.num_k_heads * a.parts)},
