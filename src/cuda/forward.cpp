@@ -442,9 +442,13 @@ void run_range(const Run& r) {
     if (counts.end_states > 0) {
       launch_forward(pre_pass_params(params, r.b, counts), multiprocessors, r.stream);
       const bool lets_begin = !r.plan.choice.fused;  // and nothing is cut: the main pass leaves, or waits for itself
-      const cp_merge::Args merge{
-          r.b.pre_header, r.b.chains, r.b.transitions, r.b.states, r.b.states + counts.end_states * kStateFloats,
-          true,           lets_begin};
+      const cp_merge::Args merge{r.b.pre_header,
+                                 r.b.chains,
+                                 r.b.transitions,
+                                 r.b.states,
+                                 reinterpret_cast<const uint8_t*>(r.b.states + counts.end_states * kStateFloats),
+                                 true,
+                                 lets_begin};
       check_cuda(cp_merge::launch(merge, std::min(counts.end_states, r.p.num_seqs * r.p.num_v_heads), multiprocessors, r.stream),
                  "cp_merge");
       params.merging = true;

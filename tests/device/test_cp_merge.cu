@@ -6,6 +6,7 @@
 #include <random>
 
 #include "cuda/kernels/cp_merge/launch.hpp"
+#include "cuda/tile/transition.cuh"
 #include "device/harness.hpp"
 
 using namespace qla::cuda;
@@ -47,14 +48,28 @@ Chains make(const std::vector<int>& lengths, double anew, unsigned seed) {
   return c;
 }
 
+// as the pre-pass leaves them
+std::vector<uint8_t> laid_out(const std::vector<float>& moves) {
+  std::vector<uint8_t> bytes(moves.size() * sizeof(float));
+  for (size_t i = 0; i < moves.size(); i++) {
+    const size_t in = i % kStateFloats,
+                 at = i / kStateFloats * transition::kBytes + transition::offset(int(in / kN), int(in % kN));
+    const __nv_bfloat16 hi(moves[i]), lo(moves[i] - float(hi));
+    std::memcpy(&bytes[at], &hi, 2);
+    std::memcpy(&bytes[at + transition::kLowBytes], &lo, 2);
+  }
+  return bytes;
+}
+
 struct Run {
   Device<MergeChain> chains;
   Device<uint8_t> transitions;
-  Device<float> states, moves;
+  Device<float> states;
+  Device<uint8_t> moves;
   Device<PlanHeader> header;
   int most;
   explicit Run(const Chains& c)
-      : chains(c.chains), transitions(c.transitions), states(c.states), moves(c.moves), header(1), most(c.most) {
+      : chains(c.chains), transitions(c.transitions), states(c.states), moves(laid_out(c.moves)), header(1), most(c.most) {
     PlanHeader h{};
     h.num_merges = c.most;
     header.upload({h});

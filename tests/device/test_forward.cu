@@ -4,6 +4,7 @@
 
 #include "cuda/kernels/forward/launch.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
+#include "cuda/tile/transition.cuh"
 #include "forward_bench.hpp"
 #include "forward_cases.hpp"
 #include "forward_list.hpp"
@@ -461,16 +462,24 @@ static void run_prepass(int v_parts, bool bf16) {
   launch_forward(p, 132, 0);
   CUDA_OK(cudaDeviceSynchronize());
   const std::vector<float> e = download(p.end_states, 4 * 16384);
+  const auto move = [&](int h, int from, int to) {  // hi + lo
+    const uint8_t* const at =
+        reinterpret_cast<const uint8_t*>(e.data() + size_t(2 * h + 1) * kStateFloats) + transition::offset(from, to);
+    __nv_bfloat16 hi, lo;
+    std::memcpy(&hi, at, 2);
+    std::memcpy(&lo, at + transition::kLowBytes, 2);
+    return double(float(hi)) + double(float(lo));
+  };
   Rng r(5);
   Error es;
   for (int h = 0; h < 2; h++) {
     std::vector<double> S = random_state(r), S0 = S;
     recurrence(d, 0, 300, h, S, nullptr);
-    // buffers are [V][K]: S_ext(k, v) = x[v * 128 + k]; M(i, j) = column j of the state started from e_j: m[j * 128 + i]
+    // S_ext is [V][K]: S_ext(k, v) = x[v * 128 + k]; M(i, j) = column j of the state started from e_j, B[j][i] there
     for (int i = 0; i < 128; i++)
       for (int j = 0; j < 128; j++) {
         double x = e[(2 * h) * 16384 + j * 128 + i];
-        for (int m = 0; m < 128; m++) x += double(e[(2 * h + 1) * 16384 + m * 128 + i]) * S0[m * 128 + j];
+        for (int m = 0; m < 128; m++) x += move(h, m, i) * S0[m * 128 + j];
         es.add(x, S[i * 128 + j]);
       }
   }

@@ -15,7 +15,7 @@ struct Chains {
   __device__ __forceinline__ Chain operator()(int n) const {
     const int2 chain = __ldcg(reinterpret_cast<const int2*>(a.chains + n));  // first, count
     const int64_t at = int64_t(chain.x) * kStateFloats;
-    return {a.states + at, a.moves + at, chain.y, a.transitions + chain.x};
+    return {a.states + at, a.moves + int64_t(chain.x) * transition::kBytes, chain.y, a.transitions + chain.x};
   }
 };
 
@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kThreads, 1) cp_merge(const __grid_constant__ 
   if (leaves(a)) return;
   const Stages stages{(ptx::shared_address(s_all) + 1023) & ~1023u};
   if (threadIdx.x == 0) {
-    stages.init();
+    stages.edge().init(1, kChainWarps);
+    stages.ext_edge().init(1, kChainWarps);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();

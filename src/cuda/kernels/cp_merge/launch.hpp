@@ -14,7 +14,7 @@ struct Args {
   const MergeChain* chains;
   const uint8_t* transitions;  // [entry]
   float* states;               // [entry][V][K]: S_ext, then the start states
-  const float* moves;          // [entry][K][K]: M transposed, as the pre-pass leaves it from S = I
+  const uint8_t* moves;        // [entry] M, as the pre-pass leaves it from S = I (tile/transition.cuh)
   bool asks = false;           // the header says before the wait whether anything is cut
   bool lets_begin = false;     // .. and if nothing is, the next kernel may begin at once: it looks, too, and waits then
 };

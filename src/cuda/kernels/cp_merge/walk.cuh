@@ -3,22 +3,21 @@
 //
 // Products by wgmma of numbers split in two: x = hi + lo, bf16 each, 16 bits of x. A warpgroup has 64 rows and we 32: row g of a
 // warp's 16 is hi, row g + 8 lo of the same value row, so that a lane has both, their products with B add up in the lane, and the
-// sum, split again, is the next step's left operand inside the thread: the state never leaves its registers. B's halves come one
-// behind the other: all four products are summed in fp32. The relative error is 2^-18 an operand; what is merged has been through
-// bf16 products (2^-9).
+// sum, split again, is the next step's left operand inside the thread: the state never leaves its registers. B comes split from
+// the pre-pass, as the products read it (tile/transition.cuh); its halves come one behind the other: all four products are summed
+// in fp32. The relative error is 2^-18 an operand; what is merged has been through bf16 products (2^-9).
 //
-// Roles       warps  regs  owns
-//   chain     0-3    232   the state
-//   split     4-11   112   B of the steps: memory -> registers, a step ahead -> hi and lo in shared memory
-//   hand      12     24    S_ext, row by row; the proxy fence behind B's parts, which would wait for the loads of who wrote them
+// A lane has, of its row, the columns 32 m + 8 (lane % 4) .. + 7 for m = 0 .. 3. Columns 0-63 (m = 0, 1) are summed, split and
+// stored under the products of the others.
 //
-// Edges               from -> to           count           guards
-//   written[stages]   split -> hand        8 (warps)       hi and lo of a B
-//   full[stages]      hand -> chain        2 + 16 KiB      the same and S_ext
-//   empty[stages]     chain -> split, hand 4 (warps)       both
+// Roles       warps  owns
+//   chain     0-3    the state
+//   copy      4      B and S_ext, by bulk copies steps ahead
 //
-// A stage: hi, then lo of B, each two 64-column panels of 128 rows (i) in the 128-byte swizzle, read MN-major; S_ext, 32 rows of
-// 528 bytes, so that eight rows begin at different banks.
+// Edges                from -> to       count         guards
+//   full[stages]       copy -> chain    1 + 64 KiB    a B
+//   empty[stages]      chain -> copy    4 (warps)     the same
+//   ext full, empty    the same         1 + 16 KiB, 4 S_ext's 32 rows
 #pragma once
 
 #include <algorithm>
@@ -31,25 +30,23 @@
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sync/ring.cuh"
-#include "cuda/tile/pack.cuh"
 #include "cuda/tile/swizzle.cuh"
+#include "cuda/tile/transition.cuh"
 
 namespace qla::cuda::cp_merge {
 
 inline constexpr int kRows = 32, kItems = 128 / kRows;  // a work item = (chain, rows)
-inline constexpr int kChainWarps = 4, kSplitWarps = 8, kHandWarp = kChainWarps + kSplitWarps;
-inline constexpr int kThreads = 32 * (kHandWarp + 4);  // registers are shared out by warpgroups
-inline constexpr int kRegsChain = 232, kRegsSplit = 112, kRegsHand = 24;
-static_assert(kRegsChain + 2 * kRegsSplit + kRegsHand <= 4 * 128);
-inline constexpr int kStages = 2, kPanelBytes = 16384, kLowBytes = 2 * kPanelBytes, kExtBytes = 2 * kLowBytes, kExtRowBytes = 528,
-                     kStageBytes = kExtBytes + (kRows * kExtRowBytes + 1023) / 1024 * 1024;
-inline constexpr int kRowsOfB = 128 / kSplitWarps;                                   // of a split warp
-inline constexpr int kSharedBytes = kStages * kStageBytes + 3 * 8 * kStages + 1024;  // 1,024: alignment
+inline constexpr int kChainWarps = 4, kThreads = 32 * (kChainWarps + 1);
+inline constexpr int kStages = 3, kStageBytes = transition::kBytes;
+inline constexpr int kExtStages = 2, kExtBytes = kRows * 512;
+inline constexpr int kOffExt = kStages * kStageBytes, kOffEdge = kOffExt + kExtStages * kExtBytes,
+                     kOffExtEdge = kOffEdge + Edge<kStages>::kBytes,
+                     kSharedBytes = kOffExtEdge + Edge<kExtStages>::kBytes + 1024;  // 1,024: alignment
 static_assert(kSharedBytes <= 232448);
 
 struct Chain {
   float* states;               // entry 0: its start state; later ones: S_ext, which the start states replace
-  const float* moves;          // B of entry 0, if it had one
+  const uint8_t* moves;        // B of entry 0, if it had one
   int32_t count;               // entries
   const uint8_t* transitions;  // [entry]: this one has a B, else it is a start state already
 };
@@ -57,16 +54,9 @@ struct Chain {
 struct Stages {
   uint32_t base;
   __device__ __forceinline__ uint32_t stage(int s) const { return base + s * kStageBytes; }
-  __device__ __forceinline__ uint32_t full(int s) const { return base + kStages * kStageBytes + 8 * s; }
-  __device__ __forceinline__ uint32_t empty(int s) const { return full(kStages + s); }
-  __device__ __forceinline__ uint32_t written(int s) const { return full(2 * kStages + s); }
-  __device__ __forceinline__ void init() const {
-    for (int s = 0; s < kStages; s++) {
-      ptx::mbarrier_init(full(s), 2);
-      ptx::mbarrier_init(empty(s), kChainWarps);
-      ptx::mbarrier_init(written(s), kSplitWarps);
-    }
-  }
+  __device__ __forceinline__ uint32_t ext(int s) const { return base + kOffExt + s * kExtBytes; }
+  __device__ __forceinline__ Edge<kStages> edge() const { return {base + kOffEdge}; }
+  __device__ __forceinline__ Edge<kExtStages> ext_edge() const { return {base + kOffExtEdge}; }
 };
 
 // Which of entries first .. first + 31 have a B; never the first one
@@ -101,117 +91,137 @@ struct Steps {
   }
 };
 
-// hi and lo of two numbers
-__device__ __forceinline__ void split(uint32_t& hi, uint32_t& lo, float x, float y) {
-  hi = pack<__nv_bfloat16>(x, y);
-  const float2 taken = unpack<__nv_bfloat16>(hi);
-  lo = pack<__nv_bfloat16>(x - taken.x, y - taken.y);
-}
-
 template <class Chains, class Ready>
-__device__ __forceinline__ void split_role(const Chains& chains, int items, const Ready& ready, Stages s, int warp, int lane) {
+__device__ __forceinline__ void copy_role(const Chains& chains, int items, const Ready& ready, Stages s, int lane) {
   Steps<Chains> steps(chains, items);
+  const auto edge = s.edge();
+  const auto ext_edge = s.ext_edge();
   Ring<kStages> ring;
-  const int at = warp * kRowsOfB * 128 + 4 * lane;  // of B: a warp reads a row at once
-  const uint32_t to = uint32_t(lane / 16 * kPanelBytes + warp * kRowsOfB * 128), in_row = lane % 16 * 8;
-  float4 b[kRowsOfB];
+  Ring<kExtStages> ext_ring;
   bool more = steps.next(lane);
   ready();
-  if (!more) return;
-  const float* from = steps.chain.moves + int64_t(steps.entry) * kStateFloats + at;
+  for (; more; more = steps.next(lane), ring.advance(), ext_ring.advance()) {
+    if (lane == 0) {
+      constexpr int kPieces = 4, kPieceBytes = kStageBytes / kPieces;
+      const uint8_t* const from = steps.chain.moves + int64_t(steps.entry) * kStageBytes;
+      edge.producer_wait(ring);
+      ptx::mbarrier_arrive_expect(edge.full(ring.stage), kStageBytes);
 #pragma unroll
-  for (int r = 0; r < kRowsOfB; r++) b[r] = __ldcg(reinterpret_cast<const float4*>(from + r * 128));
-  while (more) {
-    more = steps.next(lane);
-    if (more) from = steps.chain.moves + int64_t(steps.entry) * kStateFloats + at;  // behind the last one it is read once more
-    const uint32_t stage = s.stage(ring.stage) + to;
-#pragma unroll
-    for (int r = 0; r < kRowsOfB; r++) {
-      // four times: over a loop ptxas moves nothing, else it would split all rows first
-      if (r % 4 == 0) ptx::mbarrier_wait(s.empty(ring.stage), ring.phase ^ 1);
-      uint32_t hi[2], lo[2];
-      split(hi[0], lo[0], b[r].x, b[r].y);
-      split(hi[1], lo[1], b[r].z, b[r].w);
-      b[r] = __ldcg(reinterpret_cast<const float4*>(from + r * 128));
-      const uint32_t place = stage + r * 128 + (in_row ^ uint32_t(r % 8) << 4);
-      ptx::sts2(place, __uint_as_float(hi[0]), __uint_as_float(hi[1]));
-      ptx::sts2(place + kLowBytes, __uint_as_float(lo[0]), __uint_as_float(lo[1]));
+      for (int n = 0; n < kPieces; n++)
+        ptx::bulk_load(s.stage(ring.stage) + n * kPieceBytes, from + n * kPieceBytes, kPieceBytes, edge.full(ring.stage));
+      ext_edge.producer_wait(ext_ring);
+      ptx::mbarrier_arrive_expect(ext_edge.full(ext_ring.stage), kExtBytes);
+      ptx::bulk_load(s.ext(ext_ring.stage),
+                     steps.chain.states + int64_t(steps.entry) * kStateFloats + steps.item % kItems * kRows * 128, kExtBytes,
+                     ext_edge.full(ext_ring.stage));
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(s.written(ring.stage));
-    ring.advance();
-  }
-}
-
-template <class Chains, class Ready>
-__device__ __forceinline__ void hand_role(const Chains& chains, int items, const Ready& ready, Stages s, int lane) {
-  Steps<Chains> steps(chains, items);
-  Ring<kStages> ring;
-  bool more = steps.next(lane);
-  ready();
-  while (more) {
-    const float* const row =
-        steps.chain.states + int64_t(steps.entry) * kStateFloats + (steps.item % kItems * kRows + lane) * 128;
-    ptx::mbarrier_wait(s.empty(ring.stage), ring.phase ^ 1);
-    if (lane == 0) ptx::mbarrier_arrive_expect(s.full(ring.stage), kRows * 512);
-    __syncwarp();
-    ptx::bulk_load(s.stage(ring.stage) + kExtBytes + lane * kExtRowBytes, row, 512, s.full(ring.stage));
-    more = steps.next(lane);
-    ptx::mbarrier_wait(s.written(ring.stage), ring.phase);
-    ptx::proxy_fence();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(s.full(ring.stage));
-    ring.advance();
   }
 }
 
 __device__ __forceinline__ uint32_t same_in_all_lanes(uint32_t x) { return __reduce_or_sync(~0u, x); }
 
-// Entries first .. last, all but the first with a B. rows: a lane's row of entry 0, from its columns 2 (lane % 4), + 1 of each 8;
-// ext: the same in a stage.
-__device__ __forceinline__ void walk_run(float* rows, uint32_t ext, int first, int last, Stages s, Ring<kStages>& ring,
-                                         int lane) {
-  uint32_t a[32];
-  float* row = rows + int64_t(first) * kStateFloats;
+// This lane's eight columns of each 32 of a row
+struct Columns {
+  float4 x[4][2];
+};
+__device__ __forceinline__ Columns load_columns(const float* row) {
+  Columns c;
 #pragma unroll
-  for (int n = 0; n < 16; n++) {
-    const float2 x = __ldcg(reinterpret_cast<const float2*>(row + 8 * n));
-    split(a[2 * n], a[2 * n + 1], x.x, x.y);
+  for (int m = 0; m < 4; m++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) c.x[m][i] = __ldcg(reinterpret_cast<const float4*>(row + 32 * m + 4 * i));
+  return c;
+}
+// one half of them as the left operand of the products with B's rows of that half
+__device__ __forceinline__ void split_half(uint32_t (&a)[16], const float4 (&x0)[2], const float4 (&x1)[2]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float4 four = i < 2 ? x0[i] : x1[i - 2];
+    transition::split(a[4 * i], a[4 * i + 1], four.x, four.y);
+    transition::split(a[4 * i + 2], a[4 * i + 3], four.z, four.w);
   }
   ptx::pin(a);
+}
+
+// d (+)= the left operand of one half of a state's columns, B's rows of that half and columns of another
+template <int Rows, int Columns>
+__device__ __forceinline__ void products(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
+#pragma unroll
+  for (int w = 0; w < 8; w++)
+    ptx::wgmma_rs<__nv_bfloat16, 1>(
+        d, a + w % 4 * 4,
+        descriptor_mn_major(b + w / 4 * transition::kLowBytes + Columns * transition::kPanelBytes + (4 * Rows + w % 4) * 2048,
+                            transition::kPanelBytes),
+        Rows > 0 || w > 0);
+  ptx::wgmma_commit();
+}
+
+// Entries first .. last, all but the first with a B. rows: a lane's row of entry 0, from its columns on; at: the same in an
+// S_ext's stage. In order:
+//   columns 0-63 of rows 64-127, columns 64-127 of rows 0-63, of rows 64-127; the next step's columns 0-63 of rows 0-63
+// so that products are in flight while the sums of either half become the next left operand. Behind the last step these are of
+// whatever lies in the next stage, for nothing.
+__device__ __forceinline__ void walk_run(float* rows, uint32_t at, int first, int last, Stages s, Ring<kStages>& ring,
+                                         Ring<kExtStages>& ext_ring, int lane) {
+  const auto ext_edge = s.ext_edge();
+  const auto edge = s.edge();
+  uint32_t a[2][16];
+  float d[2][32];
+  float* row = rows + int64_t(first) * kStateFloats;
+  {
+    const Columns start = load_columns(row);
+    split_half(a[0], start.x[0], start.x[1]);
+    split_half(a[1], start.x[2], start.x[3]);
+  }
+  edge.consumer_wait(ring);
+  ptx::wgmma_fence();
+  products<0, 0>(d[0], a[0], same_in_all_lanes(s.stage(ring.stage)));
 #pragma unroll 1
   for (int n = first; n < last; n++) {
-    float d[64];
     row += kStateFloats;
-    ptx::mbarrier_wait(s.full(ring.stage), ring.phase);
-    const uint32_t b = same_in_all_lanes(s.stage(ring.stage));
+    const auto finish = [&](int half) {
+      float4 x[2][2];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int m = i / 2, c = i % 2;
+        const float* const sum = d[half] + 8 * i;
+        const float4 e = ptx::lds4(s.ext(ext_ring.stage) + at + 256 * half + 128 * m + 16 * c);
+        x[m][c] = make_float4(sum[0] + sum[2] + e.x, sum[1] + sum[3] + e.y, sum[4] + sum[6] + e.z, sum[5] + sum[7] + e.w);
+        *reinterpret_cast<float4*>(row + 64 * half + 32 * m + 4 * c) = x[m][c];
+      }
+      split_half(a[half], x[0], x[1]);
+    };
+    const int stage = ring.stage;
+    const uint32_t b = same_in_all_lanes(s.stage(stage));
+    ptx::wgmma_wait<0>();  // without it ptxas serialises all products (C7514): it does not follow d[0] around the loop
     ptx::wgmma_fence();
-#pragma unroll
-    for (int w = 0; w < 16; w++)
-      ptx::wgmma_rs<__nv_bfloat16, 1>(d, a + w % 8 * 4, descriptor_mn_major(b + w / 8 * kLowBytes + w % 8 * 2048, kPanelBytes),
-                                      w > 0);
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    float2 x[16];
-#pragma unroll
-    for (int k = 0; k < 16; k++) {
-      const float2 e = ptx::lds2(b + ext + 32 * k);
-      x[k] = make_float2(d[4 * k] + d[4 * k + 2] + e.x, d[4 * k + 1] + d[4 * k + 3] + e.y);
-    }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(s.empty(ring.stage));
-#pragma unroll
-    for (int k = 0; k < 16; k++) split(a[2 * k], a[2 * k + 1], x[k].x, x[k].y);
-    ptx::pin(a);
-#pragma unroll
-    for (int k = 0; k < 16; k++) *reinterpret_cast<float2*>(row + 8 * k) = x[k];
+    products<1, 0>(d[0], a[1], b);
+    products<0, 1>(d[1], a[0], b);
+    products<1, 1>(d[1], a[1], b);
+    ext_edge.consumer_wait(ext_ring);
+    ptx::wgmma_wait<1>();
+    finish(0);
     ring.advance();
+    if (n + 1 < last) edge.consumer_wait(ring);
+    const uint32_t next = same_in_all_lanes(s.stage(ring.stage));
+    ptx::wgmma_fence();
+    products<0, 0>(d[0], a[0], next);
+    ptx::wgmma_wait<1>();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(edge.empty(stage));
+    finish(1);
+    __syncwarp();
+    if (lane == 0) ext_edge.release(ext_ring);
+    ext_ring.advance();
   }
+  ptx::wgmma_wait<0>();
 }
 
 template <class Chains, class Ready>
 __device__ __forceinline__ void chain_role(const Chains& chains, int items, const Ready& ready, Stages s, int warp, int lane) {
   Ring<kStages> ring;
+  Ring<kExtStages> ext_ring;
   Chain chain{};
   uint32_t here = 0;
   const auto take = [&](int item) {
@@ -223,15 +233,14 @@ __device__ __forceinline__ void chain_role(const Chains& chains, int items, cons
   take(blockIdx.x);
   ready();
   for (int item = blockIdx.x; item < items; take(item += gridDim.x)) {
-    float* const rows = chain.states + (item % kItems * kRows + row) * 128 + lane % 4 * 2;
-    const uint32_t ext = kExtBytes + row * kExtRowBytes + lane % 4 * 8;
+    float* const rows = chain.states + (item % kItems * kRows + row) * 128 + lane % 4 * 8;
     for (int first = 0; first < chain.count;) {
       int end = first + 1;
       for (; end < chain.count; end++) {
         if (end % 32 == 0) here = moves_from(chain, end, lane);
         if (!(here >> end % 32 & 1)) break;
       }
-      if (end > first + 1) walk_run(rows, ext, first, end - 1, s, ring, lane);
+      if (end > first + 1) walk_run(rows, uint32_t(row * 512 + lane % 4 * 32), first, end - 1, s, ring, ext_ring, lane);
       first = end;
     }
   }
@@ -241,16 +250,10 @@ __device__ __forceinline__ void chain_role(const Chains& chains, int items, cons
 template <class Chains, class Ready>
 __device__ __forceinline__ void walk(const Chains& chains, int items, const Ready& ready, Stages s) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (warp < kChainWarps) {
-    ptx::setmaxnreg_inc<kRegsChain>();
+  if (warp < kChainWarps)
     chain_role(chains, items, ready, s, warp, lane);
-  } else if (warp < kHandWarp) {
-    ptx::setmaxnreg_dec<kRegsSplit>();
-    split_role(chains, items, ready, s, warp - kChainWarps, lane);
-  } else {
-    ptx::setmaxnreg_dec<kRegsHand>();
-    if (warp == kHandWarp) hand_role(chains, items, ready, s, lane);
-  }
+  else
+    copy_role(chains, items, ready, s, lane);
 }
 
 }  // namespace qla::cuda::cp_merge

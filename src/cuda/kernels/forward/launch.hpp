@@ -52,7 +52,7 @@ struct ForwardParams {
   bool merging = false;              // the kernel before this one makes these, and all others have ended when this one starts ..
   const int32_t* any_cut = nullptr;  // .. unless this is 0: nothing is cut, and nothing has ended. nullptr: they have ended
   bool uncut = false;                // leaves at once unless it is 0
-  float* end_states = nullptr;       // [index][V][K], without output
+  float* end_states = nullptr;       // [index], without output: [V][K], from the identity as in tile/transition.cuh
   const float* carry_in = nullptr;   // [HV][V][K]: kStartCarried ..
   float* carry_out = nullptr;        // .. and kCarry
   bool carries_all = false;          // .. for every sequence, [N][HV][V][K]

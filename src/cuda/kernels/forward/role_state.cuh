@@ -3,6 +3,7 @@
 
 #include "cuda/kernels/forward/smem.cuh"
 #include "cuda/math/state_step.cuh"
+#include "cuda/tile/transition.cuh"
 
 namespace qla::cuda {
 
@@ -57,7 +58,11 @@ __device__ __forceinline__ void save_state(const ForwardArgs& a, uint32_t item, 
       } else {
         x = {a.p.end_states, QLA_FLOAT32, 16384, 0, 1, 128};
         index = slot::start_index(item);
-        if (index < 0) continue;  // the rehearsal
+        if (index < 0) continue;                    // the rehearsal
+        if (slot::start(item) == kStartIdentity) {  // M
+          transition::store(S, a.p.end_states + index * kStateFloats, first_column(item, part), thread_in_group() % 32);
+          continue;
+        }
       }
     }
     if (x.data) store_state(S, state_address(x, index, slot::v_head(item)), first_column(item, part), thread_in_group() % 32);
