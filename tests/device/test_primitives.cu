@@ -378,6 +378,7 @@ __global__ void __launch_bounds__(128) inverse(const float* l, const T* keys, fl
     ptx::named_sync(kIntraBarrier + 1, 128);
     float acc[48];
     poison = blocks_and_scores<T, false>(acc, x, uniform(stage), warp, x.at, kIntraBarrier + 2);
+    ptx::wgmma_wait();  // the second scores' product is still under way
     for (int i = 0; i < 16; i++)
       scores[(16 * warp + lane / 4 + i / 2 % 2 * 8) * 64 + 32 + i / 4 * 8 + fragment_col(lane) + i % 2] = acc[i];
   }
