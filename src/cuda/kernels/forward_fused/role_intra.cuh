@@ -7,8 +7,8 @@
 //                16 (w - 2) + .. of K K^T, which is symmetric.
 //
 // So warps 2 and 3 have all diagonal blocks of U, and warp 3, which has the fewest others, inverts them. The next chunk's first
-// product runs between this one's block products, which leave the tensor cores idle, its second one behind the last of them, ahead
-// of what the states issue when they have Abar: all products of a multiprocessor wait in one line.
+// product runs between this one's block products, which leave the tensor cores idle, its second one behind the last of them,
+// ahead of what the states issue when they have Abar: all products of a multiprocessor wait in one line.
 #pragma once
 
 #include "cuda/kernels/forward_fused/intra_blocks.cuh"
