@@ -443,10 +443,10 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
     ASSERT_LE(end_states, most_end_states(shape, choice));
     tightest_items = std::min(tightest_items, most_items(shape, choice) - items);
     if (end_states) tightest_states = std::min(tightest_states, most_end_states(shape, choice) - end_states);
-    const bool given = policy.mode == QLA_CP_FIXED || policy.mode == QLA_CP_PLAN;
-    if (as_planned && !given && choice.rule.segment_chunks && !policy.batch_invariant) {  // what bounds the merges' workspace
+    const bool length_given = policy.mode == QLA_CP_FIXED || policy.mode == QLA_CP_PLAN;
+    // what bounds the merges' workspace
+    if (as_planned && !length_given && choice.rule.segment_chunks && !policy.batch_invariant)
       ASSERT_LE(most_end_states(shape, choice), (kItemsPerSm + 1) * kH200.num_sms + shape.num_seqs * shape.num_v_heads);
-    }
   }
   EXPECT_GT(cuts, 1000);
   EXPECT_GT(finer, 10);
