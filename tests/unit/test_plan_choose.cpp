@@ -445,8 +445,9 @@ TEST(PlannerFuzz, BoundsFromShapesHold) {
     if (end_states) tightest_states = std::min(tightest_states, most_end_states(shape, choice) - end_states);
     const bool length_given = policy.mode == QLA_CP_FIXED || policy.mode == QLA_CP_PLAN;
     // what bounds the merges' workspace
-    if (as_planned && !length_given && choice.rule.segment_chunks && !policy.batch_invariant)
+    if (as_planned && !length_given && choice.rule.segment_chunks && !policy.batch_invariant) {
       ASSERT_LE(most_end_states(shape, choice), (kItemsPerSm + 1) * kH200.num_sms + shape.num_seqs * shape.num_v_heads);
+    }
   }
   EXPECT_GT(cuts, 1000);
   EXPECT_GT(finer, 10);
