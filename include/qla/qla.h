@@ -232,7 +232,7 @@ QLA_EXPORT qla_status qla_gdn_forward_check(const qla_gdn_forward_args* args);
 QLA_EXPORT qla_status qla_gdn_backward_check(const qla_gdn_backward_args* args);
 
 /* from shapes and device alone; data pointers are only tested for NULL (absent). workspace and its size are ignored */
-QLA_EXPORT qla_status qla_gdn_forward_workspace(const qla_gdn_forward_args* args, size_t* bytes); /* best, at most 256 MiB */
+QLA_EXPORT qla_status qla_gdn_forward_workspace(const qla_gdn_forward_args* args, size_t* bytes); /* best, at most 512 MiB */
 QLA_EXPORT qla_status qla_gdn_forward_workspace_range(const qla_gdn_forward_args* args, size_t* least, size_t* best);
 QLA_EXPORT qla_status qla_gdn_forward_saved(const qla_gdn_forward_args* args, size_t* bytes); /* 0: nothing to save */
 QLA_EXPORT qla_status qla_gdn_backward_workspace(const qla_gdn_backward_args* args, size_t* least, size_t* best);

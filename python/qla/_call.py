@@ -68,7 +68,7 @@ def _empty_of(cuda: int) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
 
 
 MAX_SIGNATURES = 2048  # then the cache starts anew
-DEFAULT_FORWARD_MIB, DEFAULT_BACKWARD_MIB = 256, 2048
+DEFAULT_FORWARD_MIB, DEFAULT_BACKWARD_MIB = 512, 2048
 
 
 def _word(struct: type[ctypes.Structure], name: str) -> int:
@@ -137,7 +137,7 @@ def _mebibytes(variable: str, default: int) -> int:
 
 @functools.cache
 def default_forward_bytes() -> int:
-    """Workspace that forward stays under as far as the library can: QLA_FORWARD_MIB, else 256 MiB."""
+    """Workspace that forward stays under as far as the library can: QLA_FORWARD_MIB, else 512 MiB."""
     return _mebibytes("QLA_FORWARD_MIB", DEFAULT_FORWARD_MIB)
 
 

@@ -19,13 +19,15 @@ from qla.planbench import FUSED, PlanBench, Planned
 
 # as in src/plan/model.hpp and costs.hpp
 ASSUMED_WARMUP, ASSUMED_EXACT_SHARE, ASSUMED_FORGETTING, MOST_ROUNDS, TAIL, QUIET_SHARE = 4, 0.25, 13, 12.0, 0.3, 0.75
-SEGMENT_ENDS, DIRECT_CHUNKS, DIRECT_LAUNCH = 0.3, 40, 14.0
+SEGMENT_ENDS, WARM_FROM, WARM_TO = 0.283, 0.5, 0.9
+DIRECT_CHUNKS, DIRECT_LAUNCH = 40, 14.0
+DIRECT_CHUNKS_OF_ROUNDS, DIRECT_SEQUENCES, DIRECT_ROUNDS, DIRECT_ROUNDS_LAUNCH = 72, 32, 4, 3.5
 MERGE_SMS = 4
 SHIPPED = {
-    "main_full": 1.5, "main_half": 0.956, "main_full_quiet": 1.46, "main_half_quiet": 0.994, "state_half": 0.739,
-    "intra_4": 0.951, "intra_2": 1.15, "intra_1": 2.01, "merge": 1.28, "item": 5.8, "launches": 14.3, "packed": 3.9, "cut": 8.68,
-    "cut_item": 0.0638, "fused_4": 2.33, "fused_2": 2.38, "fused_1": 2.52, "fused_quiet": 2.41, "intra_launch": 0.5,
-    "fused_cut": 2.05, "cut_fused": 12.3,
+    "main_full": 1.505, "main_half": 0.934, "main_full_quiet": 1.487, "main_half_quiet": 0.979, "state_half": 0.727,
+    "intra_4": 0.962, "intra_2": 1.176, "intra_1": 1.99, "merge": 0.8, "item": 5.58, "launches": 14.7, "packed": 3.73, "cut": 8.2,
+    "cut_item": 0.0376, "fused_4": 2.34, "fused_2": 2.39, "fused_1": 2.52, "fused_quiet": 2.34, "intra_launch": 0.5,
+    "fused_cut": 2.14, "cut_fused": 12.6,
 }  # fmt: skip
 
 # lengths, heads, segment lengths in chunks (0: no cut); each with and without V split
@@ -94,9 +96,11 @@ def makespan(groups: list[tuple[float, Walk]], each: Callable[[Walk], float], sm
 
 def chunk_constants(form: int, sharing: str, rounds: float, share: float, cut: bool) -> dict[str, float]:
     """What a chunk of the main pass costs, in constants; rounds: items a multiprocessor, share: chunks a multiprocessor."""
-    power = 1.0
-    if rounds > QUIET_SHARE:
-        power += (0.1 if form == FUSED else 0.19) * min(1.0, share / 128.0)
+    if form == FUSED:
+        limit, warm = 0.1, float(rounds > QUIET_SHARE)
+    else:
+        limit, warm = 0.19, min(1.0, max(0.0, (rounds - WARM_FROM) / (WARM_TO - WARM_FROM)))
+    power = 1.0 + limit * warm * min(1.0, share / 128.0)
     if form != FUSED:
         name, busy = "main_half" if form == 2 else "main_full", min(1.0, rounds)
         return {name: busy * power, name + "_quiet": (1.0 - busy) * power}
@@ -168,9 +172,14 @@ def coefficients(
 
 
 def direct_saving(lengths: list[int], heads: tuple[int, int], segment: int, form: int, sms: int) -> float:
-    """Microseconds that one direct launch of the fused form saves: no constant of a device."""
-    direct = form == FUSED and segment == 0 and len(lengths) * heads[1] <= sms and max(lengths) <= 64 * DIRECT_CHUNKS
-    return DIRECT_LAUNCH if direct else 0.0
+    """Microseconds that a direct launch of the fused form saves: no constant of a device."""
+    sequences, items, slots = len(lengths), len(lengths) * heads[1], sum(lengths) // 64 + len(lengths)
+    if form != FUSED or segment:
+        return 0.0
+    if items <= sms:
+        return DIRECT_LAUNCH if slots <= DIRECT_CHUNKS * sequences and max(lengths) <= 64 * DIRECT_CHUNKS else 0.0
+    several = sequences <= DIRECT_SEQUENCES and items <= DIRECT_ROUNDS * sms
+    return DIRECT_ROUNDS_LAUNCH if several and slots * heads[1] <= DIRECT_CHUNKS_OF_ROUNDS * sms else 0.0
 
 
 def non_negative_fit(matrix: Any, right: Any) -> Any:

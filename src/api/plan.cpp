@@ -125,7 +125,7 @@ float predict(const PlannedCall& planned, const Choice& choice, const plan::Shap
   return plan::parallel_cost(costs, shape, candidate, static_cast<float>(chunks), cut, merging_share) +
          makespan(main, costs.num_sms) + makespan(pre, costs.num_sms) + (hidden ? 0.0f : merges) +
          (cut ? costs.cut_item * static_cast<float>(segments.size()) : 0.0f) -
-         (plan::one_direct_launch(costs, candidate, items, longest) ? plan::kDirectLaunch : 0.0f);
+         plan::saved_by_direct_launch(costs, shape, candidate, longest);
 }
 
 void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t num_lens, const float* chunk_log_decay,

@@ -41,9 +41,9 @@ const Environment& environment() {
 
 size_t forward_workspace_limit() {
   const std::string& text = environment().forward_mib;
-  if (text.empty()) return size_t{256} << 20;
+  if (text.empty()) return size_t{512} << 20;
   QLA_CHECK(text.size() <= 9 && text.find_first_not_of("0123456789") == std::string::npos,
-            "QLA_FORWARD_MIB: expected a whole number of MiB, got '", text, "'; unset it for 256");
+            "QLA_FORWARD_MIB: expected a whole number of MiB, got '", text, "'; unset it for 512");
   return static_cast<size_t>(std::stoull(text)) << 20;
 }
 

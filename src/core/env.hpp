@@ -4,7 +4,7 @@
 //   QLA_COSTS          file of the cost model's constants, as `qla calibrate` writes it
 //   QLA_FORCE_BACKEND  cpu or cuda: calls that choose the backend themselves (QLA_BACKEND_AUTO) are refused if they would take
 //   another. cpu-scalar, cpu-v2, cpu-v3, cpu-v4: also the CPU's instruction level
-//   QLA_FORWARD_MIB    what qla_gdn_forward_workspace stays under as far as it can, in MiB. Unset: 256
+//   QLA_FORWARD_MIB    what qla_gdn_forward_workspace stays under as far as it can, in MiB. Unset: 512
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Environment {
   std::string forward_mib;    // digits, or what was there: forward_workspace_limit() refuses it
 };
 
-// QLA_FORWARD_MIB in bytes, or 256 MiB. Throws qla::Error.
+// QLA_FORWARD_MIB in bytes, or 512 MiB. Throws qla::Error.
 size_t forward_workspace_limit();
 
 Environment parse_environment(const char* (*get)(const char*));

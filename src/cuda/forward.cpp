@@ -388,18 +388,14 @@ bool plans_inside(const Run& r) {
          direct_plan(r.p, std::max<int64_t>(counts.v_parts, r.plan.choice.uncut_splits), r.device);
 }
 
-// Whether a fused call needs nothing from a kernel before it: each work item has a multiprocessor to itself, or a CTA a few of
-// them. The gate vectors are made by the item's own CTA before its first chunk: not of long sequences, whose vectors the whole
-// card makes sooner.
+// Whether a fused call needs nothing from a kernel before it (plan::direct_launch). The gate vectors are made by the item's own
+// CTA before its first chunk: not of long sequences, whose vectors the whole card makes sooner.
 bool direct_fused(const Run& r) {
-  const int64_t items = r.p.num_seqs * r.p.num_v_heads, sms = r.device.multiprocessors, slots = r.p.chunk_slots();
-  if (!r.plan.choice.fused || r.plan.counts.cut || r.plan.counts.balanced_shares || outputs_of_intra(r.args) || items == 0 ||
-      r.p.total_tokens() == 0)
-    return false;
-  constexpr int64_t kChunksOfRounds = 72;  // of a CTA
-  return items <= sms ? slots <= plan::kDirectChunks * r.p.num_seqs
-                      : r.p.num_seqs <= kDirectSequences && items <= kDirectItems * sms &&
-                            slots * r.p.num_v_heads <= kChunksOfRounds * sms;
+  static_assert(plan::kDirectRounds == kDirectItems && plan::kDirectSequences == kDirectSequences);
+  const int64_t seqs = r.p.num_seqs, heads = r.p.num_v_heads;
+  return r.plan.choice.fused && !r.plan.counts.cut && !r.plan.counts.balanced_shares && !outputs_of_intra(r.args) &&
+         seqs * heads > 0 && r.p.total_tokens() > 0 &&
+         plan::direct_launch(seqs, heads, r.p.chunk_slots(), r.device.multiprocessors);
 }
 
 // plan -> intra-chunk stage -> (cuts, pre-pass, merges) -> recurrence over one range of chunks

@@ -14,7 +14,7 @@
 
 namespace qla::plan {
 
-inline constexpr int64_t kLeastSegmentChunks = 6;
+inline constexpr int64_t kLeastSegmentChunks = 5;
 inline constexpr int64_t kInvariantSegmentChunks = 64;  // batch-invariant: depends on nothing
 inline constexpr int64_t kItemsPerSm = 4;               // no more segments than this: bounds the merges' workspace
 
@@ -273,6 +273,14 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     if (!free_choice || length < kLeastSegmentChunks || pieces * shape.num_v_heads > kItemsPerSm * costs.num_sms) break;
     if (length < longest) for_each_form(length, consider);
   }
+  // .. and where two sequences have segments of one length: those that the supposed lengths divide into, from the shortest on of
+  // which one round holds all
+  const int64_t filling = ceil_div(total * shape.num_v_heads, costs.num_sms);
+  for (int32_t i = 1; free_choice && !even && filling >= kLeastSegmentChunks && i < profiles.count; ++i) {
+    const int64_t supposed = profiles.all[i].kinds[0].chunks;
+    for (int64_t pieces = 2; pieces * filling <= supposed; ++pieces)
+      if (3 * supposed <= 4 * pieces * filling) for_each_form(ceil_div(supposed, pieces), consider);
+  }
 
   // What is found for a length is the same whatever else was looked at: a plan that is repeated is refined as it was.
   const float unrefined_us = best_us;
@@ -284,9 +292,11 @@ inline Choice choose(const DeviceCosts& costs, const Shape& shape, const Policy&
     });
   }
 
-  // Equal sequences pay for the question whether anything is cut, and nobody has measured packings of three.
-  const bool sure = !(free_choice && shape.num_seqs > 2 && best.segment_chunks >= profiles.all[0].kinds[0].chunks / 2 &&
-                      best_us > kSureOfACut * best_uncut_us);
+  // Equal sequences that stay whole pay for the question whether anything is cut, and nobody has measured packings of three.
+  float equal_us = 0;
+  const bool equal_whole = best.segment_chunks >= profiles.all[0].kinds[0].chunks / 2 ||
+                           (best.segment_chunks > 0 && better_whole(profiles.all[0], best, equal_us));
+  const bool sure = !(free_choice && shape.num_seqs > 2 && equal_whole && best_us > kSureOfACut * best_uncut_us);
   if (!sure) best = best_uncut, best_us = best_uncut_us;
 
   // Up to which length a packing stays whole: that of equal sequences, then longer and longer ones beside shorter ones.

@@ -36,34 +36,34 @@ struct DeviceCosts {
   float cut_fused;     // the same in the fused form
 };
 
-// One H200: fitted to the published grid, 171 forward rows and all their plans (decision 0080); reverse and gradients from the
+// One H200: fitted to the published grid, 171 forward rows and their plans (decision 0092); reverse and gradients from the
 // kernels alone.
 inline constexpr DeviceCosts kH200 = {.name = "H200",
                                       .num_sms = 132,
-                                      .fused = {2.33f, 2.38f, 2.52f},
-                                      .fused_cut = 2.05f,
-                                      .fused_quiet = 2.41f,
-                                      .main_full = 1.5f,
-                                      .main_half = 0.956f,
-                                      .main_full_quiet = 1.46f,
-                                      .main_half_quiet = 0.994f,
-                                      .state_half = 0.739f,
+                                      .fused = {2.34f, 2.39f, 2.52f},
+                                      .fused_cut = 2.14f,
+                                      .fused_quiet = 2.34f,
+                                      .main_full = 1.505f,
+                                      .main_half = 0.934f,
+                                      .main_full_quiet = 1.487f,
+                                      .main_half_quiet = 0.979f,
+                                      .state_half = 0.727f,
                                       .reverse_half = 1.21f,
-                                      .intra = {0.951f, 1.15f, 2.01f},
+                                      .intra = {0.962f, 1.176f, 1.99f},
                                       .passes = 7.0f,
                                       .grads = 4.4f,
                                       .pass_state = 0.83f,
                                       .pass_item = 10.4f,
                                       .pass_merge = 1.63f,
                                       .pass_cut = 15.7f,
-                                      .merge = 1.28f,
-                                      .item = 5.8f,
-                                      .launches = 14.3f,
+                                      .merge = 0.8f,
+                                      .item = 5.58f,
+                                      .launches = 14.7f,
                                       .intra_launch = 0.5f,
-                                      .packed = 3.9f,
-                                      .cut_item = 0.0638f,
-                                      .cut = 8.68f,
-                                      .cut_fused = 12.3f};
+                                      .packed = 3.73f,
+                                      .cut_item = 0.0376f,
+                                      .cut = 8.2f,
+                                      .cut_fused = 12.6f};
 
 // A device nobody has measured: an H200's proportions at 1.5 times its cost a chunk, which errs towards more cuts where they are
 // cheap.

@@ -67,7 +67,7 @@ struct Candidate {
 };
 
 // Microseconds of a merge more than segments have boundaries, and of a piece's beginning and end.
-inline constexpr float kMoreMerges = 1.53f, kPieceEnds = 1.5f;
+inline constexpr float kMoreMerges = 1.47f, kPieceEnds = 1.32f;
 
 // Microseconds until the late part of an item goes on where the early one ended.
 inline constexpr float kHandOver = 4.0f;
@@ -88,16 +88,28 @@ inline constexpr float kRangeLaunches = 45.0f;
 inline constexpr float kKeptChunk = 0.08f;
 
 // Of an item's beginning and end, what a segment pays, which has no state of the caller's to read or write on both sides.
-inline constexpr float kSegmentEnds = 0.3f;
+inline constexpr float kSegmentEnds = 0.283f;
 
-// Where sequences have at most so many chunks each and a multiprocessor for every head, one direct launch of the fused form needs
-// nothing before it, which saves so many microseconds.
-inline constexpr int64_t kDirectChunks = 40;
-inline constexpr float kDirectLaunch = 14.0f;
-inline bool one_direct_launch(const DeviceCosts& costs, const Candidate& c, float items, int64_t longest_chunks) {
-  return c.fused && !c.balanced && c.segment_chunks == 0 && items <= static_cast<float>(costs.num_sms) &&
-         longest_chunks <= kDirectChunks;
+// A direct launch: the fused form with nothing before it, each CTA makes the gate vectors of its items. One round of items:
+// sequences have at most kDirectChunks chunks in the mean; several: a multiprocessor has at most kDirectChunksOfRounds.
+inline constexpr int64_t kDirectChunks = 40, kDirectChunksOfRounds = 72, kDirectSequences = 32, kDirectRounds = 4;
+inline bool direct_launch(int64_t seqs, int64_t heads, int64_t slots, int64_t sms) {
+  const int64_t items = seqs * heads;
+  if (items <= sms) return slots <= kDirectChunks * seqs;
+  return seqs <= kDirectSequences && items <= kDirectRounds * sms && slots * heads <= kDirectChunksOfRounds * sms;
 }
+// Microseconds that it saves: of one round where no sequence is longer than the mean may be, of several (3 to 4 measured).
+inline constexpr float kDirectLaunch = 14.0f, kDirectRoundsLaunch = 3.5f;
+inline float saved_by_direct_launch(const DeviceCosts& costs, const Shape& shape, const Candidate& c, int64_t longest_chunks) {
+  if (!c.fused || c.balanced || c.segment_chunks > 0 || shape.total_tokens == 0 ||
+      !direct_launch(shape.seqs(), shape.num_v_heads, shape.total_tokens / kChunkTokens + shape.seqs(), costs.num_sms))
+    return 0.0f;
+  if (shape.seqs() * shape.num_v_heads > costs.num_sms) return kDirectRoundsLaunch;
+  return longest_chunks <= kDirectChunks ? kDirectLaunch : 0.0f;
+}
+
+// Rounds of items between which a long walk begins to heat the card, in the two kernels: 96 halves of 48 heads do, a little.
+inline constexpr float kWarmFrom = 0.5f, kWarmTo = 0.9f;
 
 // Index of a call's costs that depend on how many value heads share a query/key head.
 inline int group_kind(const Shape& shape) { return shape.group >= 4 ? 0 : shape.group >= 2 ? 1 : 2; }
@@ -110,7 +122,9 @@ inline float chunk_cost(const DeviceCosts& costs, const Shape& shape, const Cand
   const bool card_full = items > sms;
   if (shape.backward) return (c.splits == 2 ? 1.0f : 1.6f) * (costs.reverse_half + (card_full ? costs.pass_state : 0.0f));
   const float limit = c.fused ? 0.1f : 0.19f;
-  const float power = rounds > 0.75f ? 1.0f + limit * std::min(1.0f, share / 128.0f) : 1.0f;
+  const float warm =
+      c.fused ? static_cast<float>(rounds > 0.75f) : std::clamp((rounds - kWarmFrom) / (kWarmTo - kWarmFrom), 0.0f, 1.0f);
+  const float power = 1.0f + limit * warm * std::min(1.0f, share / 128.0f);
   if (c.fused) {
     const float kept = shape.keeps ? kKeptChunk : 0.0f, quiet = costs.fused_quiet + kept;
     if (c.segment_chunks > 0) return costs.fused_cut * power;
@@ -307,7 +321,7 @@ inline float estimate(const DeviceCosts& costs, const Shape& shape, const Policy
            std::max(longest, share + 0.5f) * chunk_cost(costs, shape, c, items, share) + costs.item * rounds + kHandOver;
   }
   const float us = parallel_cost(costs, shape, c, chunks, cut, exact_heads / heads) + main.makespan(sms) + pre.makespan(sms) -
-                   (one_direct_launch(costs, c, items, profile.kinds[0].chunks) ? kDirectLaunch : 0.0f) +
+                   saved_by_direct_launch(costs, shape, c, profile.kinds[0].chunks) +
                    (cut ? costs.cut_item * items / splits : 0.0f) + (hidden ? 0.0f : merges);
   return us;
 }

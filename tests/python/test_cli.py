@@ -59,9 +59,9 @@ def test_plan_of_nothing_says_so():
 
 
 def test_plan_for_a_gpu_names_its_workspace():
-    done = run("plan", "32768", "--heads", "16", "64", "--backend", "cuda")
+    done = run("plan", "65536", "--heads", "16", "64", "--backend", "cuda")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"workspace 268435456 bytes, in \d+ ranges", done.stdout), done.stdout  # QLA_FORWARD_MIB's default
+    assert re.search(r"workspace 536870912 bytes, in \d+ ranges", done.stdout), done.stdout  # QLA_FORWARD_MIB's default
 
 
 def test_heads_with_a_comma():

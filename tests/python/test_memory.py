@@ -134,11 +134,11 @@ def test_gradients_from_a_forward_in_ranges(device: Device, limit: Any) -> None:
 
 
 def test_default_limit(device: Device, limit: Any) -> None:
-    """256 MiB whatever T: here 1.6 GB of tiles and vectors would be kept at once."""
+    """512 MiB whatever T: here 1.6 GB of tiles and vectors would be kept at once."""
     if device.name == "cpu":
         pytest.skip("the CPU's memory does not grow with T")
-    taken = limit(256 << 20)
+    taken = limit(512 << 20)
     x = torch.zeros(1, 131072, 64, 128, device="cuda", dtype=torch.bfloat16)
     beta = torch.zeros(1, 131072, 64, device="cuda")
     o, _ = rule(x[:, :, :16], x[:, :, :16], x, None, beta)
-    assert taken[-1] <= 256 << 20 and not o.any()
+    assert taken[-1] <= 512 << 20 and not o.any()

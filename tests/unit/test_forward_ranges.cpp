@@ -94,8 +94,8 @@ cuda::PlanInput input_of(int64_t tokens, int64_t sequences, int64_t k_heads, int
   return in;
 }
 
-TEST(ForwardPlan, StaysUnder256MiBWhateverT) {
-  constexpr size_t kLimit = size_t{256} << 20;
+TEST(ForwardPlan, StaysUnderTheLimitWhateverT) {
+  constexpr size_t kLimit = size_t{512} << 20;
   for (const int64_t tokens : {64, 32768, 100000, 1 << 20, 16 << 20})
     for (const int64_t sequences : {1, 2, 32, 1000})
       for (const int64_t heads : {2, 8, 32, 64}) {
@@ -119,7 +119,7 @@ TEST(ForwardPlan, StaysUnder256MiBWhateverT) {
 
 TEST(ForwardPlan, FewRangesOfFewHeadsAreCut) {
   const cuda::PlanInput in = input_of(1 << 20, 1, 2, 8);
-  const cuda::ForwardPlan plan = cuda::fitting_plan(in, cuda::whole_plans(in), size_t{256} << 20);
+  const cuda::ForwardPlan plan = cuda::fitting_plan(in, cuda::whole_plans(in), size_t{512} << 20);
   EXPECT_GT(plan.counts.ranges, 1);
   EXPECT_TRUE(plan.counts.cut);  // eight heads alone would leave most of the card idle
 }
@@ -142,7 +142,7 @@ TEST(ForwardPlan, RepeatedInItsForm) {
     cuda::PlanInput in = input_of(1000 + int64_t(random() % 150000), sequences, heads, heads);
     in.can.fused = in.can.cut_fused = true;
     in.can.both = in.can.balanced = true;
-    in.both_bytes = size_t{256} << 20;
+    in.both_bytes = size_t{512} << 20;
     const cuda::ForwardPlan own = cuda::whole_plans(in).best;
     too_large += cuda::too_large_a_cut(in, cuda::plan_ranges(in, in.problem.chunk_slots(), true));
     if (!own.counts.cut) continue;
@@ -166,7 +166,7 @@ TEST(ForwardPlan, RepeatedInItsForm) {
 TEST(ForwardPlan, BalancedNeedsAStateAShare) {
   cuda::PlanInput in = input_of(4 * 2048, 4, 16, 48);
   in.can.fused = in.can.both = in.can.balanced = true;
-  in.both_bytes = size_t{256} << 20;
+  in.both_bytes = size_t{512} << 20;
   const cuda::WholePlans plans = cuda::whole_plans(in), of_one = cuda::whole_plans(cuda::one_form(in));
   const cuda::ForwardPlan &whole = plans.best, &one = of_one.best;
   EXPECT_EQ(plans.one.bytes, one.bytes);

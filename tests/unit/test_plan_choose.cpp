@@ -32,6 +32,7 @@ TEST(Choose, GoldenH200) {
   EXPECT_EQ(row(32768, 1, 2, 8), "L32");
   EXPECT_EQ(row(16384, 1, 2, 8), "L16");
   EXPECT_EQ(row(4096, 1, 2, 8), "L8 halves");
+  EXPECT_EQ(row(2048, 1, 2, 8), "L5 halves");
   EXPECT_EQ(row(32768, 1, 4, 16), "L64");
   EXPECT_EQ(row(32768, 1, 8, 32), "L128");
   EXPECT_EQ(row(2048, 1, 8, 32), "L0 halves");
@@ -55,7 +56,7 @@ TEST(Choose, CutInTheFusedForm) {
   EXPECT_EQ(row(32768, 1, 32, 32), "L128 fused");
   EXPECT_EQ(row(8192, 1, 32, 32), "L32 fused");
   EXPECT_EQ(row(32768, 2, 16, 16), "L64 fused");
-  EXPECT_EQ(row(4096, 1, 16, 16), "L8 fused");
+  EXPECT_EQ(row(4096, 1, 16, 16), "L8");  // 74 us, fused 78: so short that two kernels are level
   EXPECT_EQ(row(32768, 1, 4, 16), "L64");
   EXPECT_EQ(row(32768, 1, 16, 32), "L128");
   Policy policy;
@@ -183,6 +184,45 @@ TEST(Choose, APackingIsCutForALongSequenceAlone) {
   const CutRule invariant = choose(kH200, packing(16, 32), policy, can).rule;
   EXPECT_TRUE(invariant.cuts(kInvariantSegmentChunks + 1));
   EXPECT_EQ(invariant.balance, 1);  // as in every other batch
+}
+
+// Of two sequences the longest is supposed to have 3/4 or 7/8 of the tokens: a length that divides it leaves no rest.
+TEST(Choose, LengthsThatDivideWhatIsSupposed) {
+  Shape shape = shape_of_row(16384, 2, 8, 24);
+  shape.equal_lengths = false;
+  Capabilities can;
+  can.mixed = true;
+  EXPECT_EQ(choose(kH200, shape, Policy{}, can).rule.segment_chunks, 256 * 3 / 4 / 4);  // 206 us; 52, a fifth of all, 214
+}
+
+// What more than two equal sequences gain nothing by has to promise a lot: they pay for the question.
+TEST(Choose, ManySequencesAskForMuchOnly) {
+  for (const int64_t seqs : {4, 8})
+    for (const int64_t heads : {8, 16, 24, 32}) {
+      Shape shape = shape_of_row(32768, seqs, heads / 4, heads);
+      shape.equal_lengths = false;
+      const Choice choice = choose(kH200, shape, Policy{}, Capabilities{});
+      EXPECT_TRUE(choice.rule.segment_chunks == 0 || choice.rule.cuts(512 / seqs)) << seqs << " " << heads;
+    }
+}
+
+TEST(Choose, DirectLaunches) {
+  EXPECT_TRUE(direct_launch(8, 16, 8 * 40, 132));  // one round
+  EXPECT_FALSE(direct_launch(8, 16, 8 * 40 + 1, 132));
+  EXPECT_TRUE(direct_launch(4, 48, 4 * 33, 132));  // several
+  EXPECT_TRUE(direct_launch(1, 264, 36, 132));
+  EXPECT_FALSE(direct_launch(1, 264, 37, 132));
+  EXPECT_FALSE(direct_launch(33, 16, 33, 132));  // too many sequences
+  EXPECT_FALSE(direct_launch(1, 4 * 132 + 1, 1, 132));
+  const Candidate fused{0, 1, true};
+  const auto saved = [&](int64_t tokens, int64_t seqs, int64_t heads, int64_t longest) {
+    return saved_by_direct_launch(kH200, shape_of_row(tokens, seqs, heads, heads), fused, longest);
+  };
+  EXPECT_EQ(saved(8192, 8, 16, 16), kDirectLaunch);
+  EXPECT_EQ(saved(8192, 8, 16, 100), 0.0f);  // its CTA makes all its vectors
+  EXPECT_EQ(saved(8192, 4, 48, 32), kDirectRoundsLaunch);
+  EXPECT_EQ(saved(32768, 4, 48, 128), 0.0f);
+  EXPECT_EQ(saved(0, 1, 1, 0), 0.0f);
 }
 
 // Where the longest of two sequences stays whole both do, else every one that is longer than a segment is cut.
