@@ -147,7 +147,7 @@ segments::Args plan_args(const Run& r) {
   a.header = r.b.header;
   a.items = r.b.items;
   a.chunk_table = r.b.chunk_table;
-  if (cuts_beside(r)) a.sums = r.b.saved.decay;
+  if (cuts_beside(r)) a.sums = r.b.saved.decay, a.longest_whole = r.plan.choice.rule.longest_whole();
   a.balanced_shares = int32_t(r.plan.counts.balanced_shares);
   a.fused_ctas = int32_t(std::min<int64_t>(r.plan.counts.items, r.device.multiprocessors));
   a.part_flags = r.b.part_flags;
@@ -422,7 +422,10 @@ void run_range(const Run& r) {
                       map_q = make_token_map(map_shape(r.args.q), bf16, "q");
     intra::Args intra = intra_args(r);
     intra.makes_plan = inside;
-    intra.early = intra.direct = !inside && r.p.num_seqs == 1 && counts.ranges == 1;
+    intra.direct = !inside && r.p.num_seqs == 1 && counts.ranges == 1;
+    intra.ahead = cuts_beside(r) && r.p.num_seqs > 1 && counts.ranges == 1;  // plan_few is launched in stream order
+    intra.spares_sums = intra.ahead && !present(r.args.saved);
+    intra.early = intra.direct || intra.ahead;
     check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside || waits, r.stream), "chunk_intra");
     make_outputs(r, map_k);
   }

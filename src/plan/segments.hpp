@@ -37,7 +37,11 @@ struct CutRule {
   // first_pieces. Each is a merge more. Of segments with at least so many chunks.
   int32_t pieces = 1, first_pieces = 1;
 
-  QLA_HD bool cuts(int64_t chunks) const { return segment_chunks > 0 && chunks > segment_chunks && chunks > uncut_chunks; }
+  // chunks of the longest sequence that stays whole
+  QLA_HD int64_t longest_whole() const {
+    return segment_chunks <= 0 ? INT64_MAX : segment_chunks > uncut_chunks ? segment_chunks : uncut_chunks;
+  }
+  QLA_HD bool cuts(int64_t chunks) const { return chunks > longest_whole(); }
 };
 
 // Boundaries of one sequence: segment j owns chunks [j * segment_chunks, min((j + 1) * segment_chunks, chunks)).

@@ -73,7 +73,7 @@ Tables run(const Problem& p, const std::string& name) {
     const gates::Args g = gates_of(p.tokens, p.heads, gate.get(), vec.get());
     cuda_ok(segments::launch_with_gates(a, g, multiprocessors(), nullptr), "plan_and_gates");
   } else {
-    if (p.beside) a.sums = late.get();
+    if (p.beside) a.sums = late.get(), a.longest_whole = p.rule.longest_whole();
     cuda_ok(segments::launch(a, multiprocessors(), nullptr), "plan_segments");
     if (p.beside) launch_make_sums(chunks.get(), decay.get() + p.first_slot * p.heads, late.get(), a.slots, p.heads, ended.get());
   }
@@ -405,6 +405,16 @@ int main(int argc, char** argv) {
     compare(p, run(p, name), name);
     p.beside = refines(p);
     if (p.beside) compare(p, run(p, name + ", beside"), name + ", beside");
+    const qla::plan::CutRule rule = p.rule;
+    p.rule.uncut_chunks = std::max(longest, rule.segment_chunks);  // the longest is just not cut
+    if (p.beside) compare(p, run(p, name + ", whole"), name + ", whole");
+    const Problem good = p;
+    for (auto& x : p.cu)
+      if (pick(0, 2) == 0) x = pick(-5000, 2 * p.tokens);
+    p.cu[0] = -1;
+    if (p.beside) inside(p, run(p, name + ", whole, bad boundaries"), name + ", whole, bad boundaries");
+    p = good;
+    p.rule = rule;
     for (auto& x : p.cu)
       if (pick(0, 2) == 0) x = pick(-5000, 2 * p.tokens);
     p.cu[0] = -1;

@@ -190,6 +190,9 @@ TEST(Segments, FuzzEveryChunkOnce) {
     SCOPED_TRACE(round);
     ASSERT_LE(static_cast<int64_t>(all.size()), most_segments(chunks * kChunkTokens, 1, rule));
     ASSERT_TRUE(rule.cuts(chunks) || all.size() == 1);
+    ASSERT_EQ(rule.cuts(chunks), rule.segment_chunks > 0 && chunks > rule.segment_chunks && chunks > rule.uncut_chunks);
+    ASSERT_FALSE(rule.cuts(rule.longest_whole()));
+    ASSERT_TRUE(rule.segment_chunks == 0 || rule.cuts(rule.longest_whole() + 1));
     int64_t at = reverse ? chunks : 0;  // the walk's front
     for (size_t j = 0; j < all.size(); ++j) {
       const Segment& s = all[j];

@@ -29,6 +29,7 @@ struct Args {
   int32_t step_slots, step_rest;  // the grid's size in slots and items of one: set by the launch
   int32_t early;   // 1: all it reads is there when it starts; it waits for the kernels before it when it has done its work
   int32_t direct;  // 1: one sequence, chunks are found from its boundaries in `plan`; the chunk table is not read
+  int32_t ahead;   // 1: a CTA's first two chunks are found from boundaries; it waits for the chunk table behind them
   int32_t asks;    // 1: the fused form is in the call, too, and came before; nothing to do where `plan`'s header has no items
   uint32_t flags;  // QLA_FLAG_QK_L2NORM, RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
   float scale;
@@ -40,6 +41,7 @@ struct Args {
   int32_t vec_backward;  // 1: part B of the records, too
   const int32_t* until;  // [sequence][HV] Abar and vectors of slots before this one alone (no Pg, no decay); nullptr: of all
   float* decay;          // [slot][HV] sum of ghat (C4) over the chunk, or nullptr; NaN where k, g or beta is not finite
+  int32_t spares_sums;   // 1 (ahead): none where nothing is cut
   void* a_inv;           // the ungated form only: (F2) [B, T, HV, 64] in q's dtype, any strides
   int64_t a_inv_stride[4];
 };

@@ -248,10 +248,13 @@ struct Walk {
   int first_token, end_token;
   __device__ __forceinline__ int4 load(Cursor c) const {
     if (a.direct) return single_record(c.slot, first_token, end_token);
+    if (a.ahead) ptx::grid_dependency_wait();
     return c.slot < a.slots ? reinterpret_cast<const int4*>(a.chunk_table)[c.slot] : int4{};
   }
   __device__ __forceinline__ void ask() const {
-    if (!a.direct && at.slot < a.slots) ptx::cp_async<16>(s_record, a.chunk_table + at.slot);
+    if (a.direct || at.slot >= a.slots) return;
+    if (a.ahead) ptx::grid_dependency_wait();
+    ptx::cp_async<16>(s_record, a.chunk_table + at.slot);
   }
   // the next item that has rows, from `record` of the place to look at first
   __device__ __forceinline__ Item take(int4 record) {
@@ -443,6 +446,7 @@ __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, 
   const uint32_t tile = smem + kSmemAbar + warp * kTileBytes, raw = smem + kSmemRaw + warp * 1024;
   int head = warp;  // of the item's heads this warp has this one; beyond its last: none
   bool first_sum = true;
+  const bool sums = Gated && a.decay && ptx::lds(smem + kSmemSums) != 0.f;
   if (head < s_item[0].heads) load_gates<Gated>(raw, a, s_item[0], head, lane);
 #pragma unroll 1
   for (int n = 0;; n++) {
@@ -465,7 +469,7 @@ __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, 
     if (mine) {
       const uint32_t kk = smem + fragments(WithPg, place);
       if (Gated && a.vec) put_record(smem + kSmemNorm + place * 512, vec, a, it, head, lane);
-      if (a.decay) {
+      if (sums) {
         if (a.early && first_sum) ptx::grid_dependency_wait();  // plan_few has marked all sums as missing
         first_sum = false;
         put_decay(kk, vec, a, it, head, lane);
@@ -523,13 +527,16 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
             {int(blockIdx.x) / (a.num_k_heads * a.parts), int(blockIdx.x) % (a.num_k_heads * a.parts)},
             0,
             int(a.tokens)};
-  int4 record{};
-  if (a.makes_plan) {
-    if (blockIdx.x == gridDim.x - 1) return segments::direct_tables(a.plan);
-    if (threadIdx.x < 32) {
-      const ChunkRecord direct = segments::direct_record(a.plan, walk.at.slot);
-      record = reinterpret_cast<const int4&>(direct);
-    }
+  if (a.makes_plan && blockIdx.x == gridDim.x - 1) return segments::direct_tables(a.plan);
+  int4 record{}, second{};
+  bool cuts = true;
+  if ((a.makes_plan || a.ahead) && threadIdx.x < 32) {
+    Cursor after = walk.at;
+    after.advance(a);
+    const auto direct = segments::direct_records(a.plan, {walk.at.slot, after.slot});
+    record = reinterpret_cast<const int4&>(direct.record[0]);
+    second = reinterpret_cast<const int4&>(direct.record[1]);
+    cuts = direct.cuts;
   }
   constexpr bool kMayChoose = !WithPg && Gated;
   ChosenWalk chosen{a, walk.at};
@@ -543,8 +550,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
     }
   } else if (threadIdx.x == 0) {
-    int4 second{};
-    if (!a.makes_plan) {
+    if (!a.makes_plan && !a.ahead) {
       if (a.direct) single_sequence(a, walk.first_token, walk.end_token);
       Cursor after = walk.at;
       after.advance(a);
@@ -558,6 +564,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     s_item[1] = walk.take(a.makes_plan || s_item[0].slot == first.slot ? second : walk.load(walk.at));
     if (!WithPg && s_item[1].heads) load_tiles<WithPg>(smem, 1, map_k, map_q, s_item[1]);
     walk.ask();
+    ptx::sts(smem + kSmemSums, cuts || !a.spares_sums ? 1.f : 0.f);
   }
   __syncthreads();
   if (threadIdx.x < 128)

@@ -35,12 +35,13 @@ __host__ __device__ constexpr int place(int i) { return i / 16 * 16 + i % 8 / 2 
 //   s_vec  9.3 KiB  [item's parity][warp] the vectors above
 //   s_raw    4 KiB  [warp] gate [64], beta [64] as they lie in memory, 8 bytes each
 //   s_norm   2 KiB  [item's place] rk [64], rq [64]
-//   s_record 16 B   chunk record on its way; s_item: this and the next items, a ring; barriers
+//   s_record 16 B   chunk record on its way; s_item: this and the next items, a ring; s_sums: 0, or 1 where sums of ghat are
+//   made; barriers
 inline constexpr int kSmemKq = 0, kSmemAbar = 32768, kSmemPg = kSmemAbar + kHeads * kTileBytes,
                      kSmemKk = kSmemPg + kHeads * kTileBytes, kSmemX = kSmemKk + 20 * kFragmentBytes,
                      kSmemVec = kSmemX + 1024 * kHeads, kSmemRaw = kSmemVec + 2 * kHeads * kHeadFloats * 4,
                      kSmemNorm = kSmemRaw + 1024 * kHeads, kSmemRecord = kSmemNorm + kMostPlaces * 512,
-                     kSmemItem = kSmemRecord + 16, kSmemBar = kSmemItem + 40 * kItems,
+                     kSmemItem = kSmemRecord + 16, kSmemSums = kSmemItem + 32 * kItems, kSmemBar = kSmemSums + 8,
                      kSmemBytes = kSmemBar + 8 * (4 + 2 * kMostPlaces);
 constexpr int fragments(bool with_q, int place) { return (with_q ? kSmemKk : kSmemPg) + place * 10 * kFragmentBytes; }
 static_assert((kSmemBytes + 1024) * kCtasPerSm <= 233472, "two CTAs a SM");

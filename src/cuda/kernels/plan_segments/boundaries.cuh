@@ -55,16 +55,26 @@ __device__ __forceinline__ ChunkRecord record_of(const Span& span, int32_t n, in
 
 // ---- calls of at most kDirectSeqs sequences whose items all run at once: chunk_intra does what plan_segments would
 
-// one slot's record; every lane of a warp asks for the same one
-__device__ __forceinline__ ChunkRecord direct_record(const Args& a, int64_t slot) {
+// records of slots; every lane of a warp asks for the same ones
+template <int N>
+struct DirectRecords {
+  ChunkRecord record[N];
+  bool cuts;  // whether a sequence has more chunks than longest_whole
+};
+template <int N>
+__device__ __forceinline__ DirectRecords<N> direct_records(const Args& a, const int (&slots)[N]) {
   const int lane = threadIdx.x % 32;
   Span span{0, 0};
   if (lane < a.num_seqs) span = span_of(a, lane);
-  const unsigned at_or_before = __ballot_sync(~0u, lane < a.num_seqs && span.bos / 64 + lane <= slot);
-  const int n = at_or_before ? 31 - __clz(int(at_or_before)) : 0;
-  span.bos = __shfl_sync(~0u, span.bos, n);
-  span.eos = __shfl_sync(~0u, span.eos, n);
-  return record_of(span, n, slot);
+  DirectRecords<N> found;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const unsigned at_or_before = __ballot_sync(~0u, lane < a.num_seqs && span.bos / 64 + lane <= slots[i]);
+    const int n = at_or_before ? 31 - __clz(int(at_or_before)) : 0;
+    found.record[i] = record_of({__shfl_sync(~0u, span.bos, n), __shfl_sync(~0u, span.eos, n)}, n, slots[i]);
+  }
+  found.cuts = __any_sync(~0u, int64_t(span.chunks()) > a.longest_whole);
+  return found;
 }
 
 // all tables, by one CTA; items in order of sequence, head and half of V

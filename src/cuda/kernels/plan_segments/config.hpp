@@ -23,8 +23,10 @@ struct Args {
   WorkItem* items;           // up to num_seqs * num_v_heads * v_parts of them; nullptr: only the chunk table and the header
   ChunkRecord* chunk_table;  // nullptr: not written
   // Sums of ghat that a kernel behind this one is to make, [slot][HV], for plan_few to mark as not there (kNoSum): cut_few reads
-  // them while they are made. nullptr: nobody does.
+  // them while they are made, if anything is cut: if a sequence (in a range: its part) has more chunks than longest_whole.
+  // nullptr: nobody does.
   float* sums;
+  int64_t longest_whole;
   // Both forms in one call (plan_both_and_gates, at most kMostBothSeqs sequences): up to so many chunks of the longest sequence
   // all items go to the fused form's list (all of V), else to the lists above; what belongs to the other form gets none, and no
   // padding to zero. 0: one form.

@@ -90,7 +90,7 @@ __device__ __forceinline__ void plan_few_cta(const Args& a, int cta, int ctas) {
       if (slot < a.slots) *reinterpret_cast<int4*>(a.chunk_table + slot) = *reinterpret_cast<const int4*>(&record);
     }
   }
-  if (a.sums) {
+  if (a.sums && __any_sync(~0u, int64_t(p.run.chunks) > a.longest_whole)) {
     const int32_t sums = a.slots * a.num_v_heads;
 #pragma unroll 1
     for (int32_t i = first + lane; i < sums; i += step) reinterpret_cast<uint32_t*>(a.sums)[i] = kNoSum;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
     plan_few_cta(a, int(blockIdx.x), plan_ctas);
   } else {
     const int unit = int(blockIdx.x) - plan_ctas, slot = unit / g.parts;
-    gates::write_vectors(g, s, direct_record(a, slot), slot, unit - slot * g.parts);
+    gates::write_vectors(g, s, direct_records(a, {slot}).record[0], slot, unit - slot * g.parts);
   }
 }
 
