@@ -29,6 +29,7 @@
 //   item_full[2]        load -> all others       1                   a work item's slot
 //   item_empty[2]       all others -> load       9                   the same
 //   turn[2]             state -> state           256 (named)         the tensor cores at the first product: the two take turns
+//   blocks_issued[2]    intra -> second state    4 (warps)           .. the second one's comes behind the block products of the same chunk
 // Written by ordinary stores and read by wgmma or a tensor store: proxy fence in every writing thread before its arrive.
 //
 // SMEM          KiB
@@ -67,6 +68,7 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
     ptx::mbarrier_init(sm.gates_ready(), 4 * Cfg::kParts);
     for (int s = 0; s < Cfg::kStages; s++) ptx::mbarrier_init(sm.normed(s), 4);
     ptx::mbarrier_init(sm.first_gates(), Cfg::kStages);
+    for (int p = 0; p < 2; p++) ptx::mbarrier_init(sm.blocks_issued(p), 4);
     ptx::mbarrier_init(sm.state_full(), 1);
     ptx::mbarrier_init(sm.state_taken(), 4 * Cfg::kParts);
     ptx::mbarrier_init_fence();

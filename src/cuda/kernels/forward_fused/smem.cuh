@@ -28,6 +28,8 @@ struct FusedSmem {
   __device__ __forceinline__ uint32_t normed(int s) const { return bar(33 + s); }  // with norms
   __device__ __forceinline__ uint32_t gates_ready() const { return bar(32); }      // of a direct launch
   __device__ __forceinline__ uint32_t first_gates() const { return bar(38); }      // its first chunks'
+  // per tile pair: the inverse's products are in the tensor cores' line
+  __device__ __forceinline__ uint32_t blocks_issued(int p) const { return bar(39 + p); }
   __device__ __forceinline__ uint32_t direct_sequence(int round) const { return base + Cfg::kOffDirect + 4 * round; }
   // a CTA's first initial state: half in the place of stage 2, half in that of its V and behind it
   __device__ __forceinline__ uint32_t first_state(int half) const { return half ? v_stage(2) : stage(2); }
