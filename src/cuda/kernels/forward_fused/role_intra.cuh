@@ -131,6 +131,12 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[48], const IntraC
 
 template <typename T, bool Norm, bool Save, bool Cut>
 __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& sm) {
+  // zeros that stay: above the diagonals of the tiles, and in the exchange memory
+#pragma unroll 1
+  for (int i = thread_in_group(); i < (FusedConfig::kOffItems - FusedConfig::kOffPairs) / 16; i += 128)
+    ptx::sts4u(sm.base + FusedConfig::kOffPairs + 16 * i, 0, 0, 0, 0);
+  ptx::proxy_fence();
+  ptx::named_sync(kIntraBarrier + 1, 128);
   tril::Lane at(threadIdx.x % 32);
   const auto tiles = sm.tiles();
   const auto pairs = sm.pairs();

@@ -67,12 +67,6 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
   auto pass_turn = [&] { ptx::named_arrive(5 - part, 256); };
   if (part == 1) pass_turn();
   if (!Cut || !a.p.merging) ptx::grid_dependency_wait();
-  if (!Cut && a.direct) {
-    direct_gates<Norm, Save>(a, sm, 4 * part + warp, 4 * Cfg::kParts, lane);
-    ptx::proxy_fence_global();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(sm.gates_ready());
-  }
   FusedWalk walk;
   float S[2][32];
   float(&state)[64] = reinterpret_cast<float(&)[64]>(S);
@@ -82,7 +76,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
     ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
     if (!slot::valid(sm.slot_address(walk.slot()))) break;
     const int first = slot::first(sm.slot_address(walk.slot()));
-    if (first >= kFirstByCopy) {
+    if (first == kFirstByCopy) {
       ptx::mbarrier_wait(sm.state_full(), 0);
       take_first_state(sm, a.p.initial_state.stride_k == 1, S, part, lane);
     } else {

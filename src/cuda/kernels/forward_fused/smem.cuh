@@ -36,8 +36,8 @@ struct FusedSmem {
   __device__ __forceinline__ uint32_t state_full() const { return bar(36); }
   __device__ __forceinline__ uint32_t state_taken() const { return bar(37); }
 };
-// ItemSlot::first; copied: it has been asked for
-inline constexpr int32_t kFirst = 1, kFirstByCopy = 2, kFirstCopied = 3;
+// ItemSlot::first
+inline constexpr int32_t kFirst = 1, kFirstByCopy = 2;
 static_assert(4 * kStateFloats == 2 * FusedConfig::kStatePart);
 
 __device__ __forceinline__ void put_field(uint32_t slot, size_t offset, int x) {
