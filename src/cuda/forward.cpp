@@ -167,6 +167,20 @@ segments::Args plan_args(const Run& r) {
   return a;
 }
 
+intra::Args intra_args(const Run& r) {
+  const qla_gdn_forward_args& args = r.args;
+  intra::Args a = cuda::intra_args(args, r.p, r.slots, r.device);
+  a.chunk_table = r.b.chunk_table;
+  a.plan = plan_args(r);
+  a.asks = r.plan.counts.both;
+  a.abar = r.b.saved.abar;
+  a.pg = r.b.pg;
+  a.vec = r.b.saved.vec;
+  if (present(args.saved) || r.plan.counts.cut) a.decay = r.b.saved.decay;
+  a.vec_backward = present(args.saved) || present(args.g_cumsum) || present(args.q_rnorm) || present(args.k_rnorm);
+  return a;
+}
+
 segments::CutArgs cut_args(const Run& r) {
   const ForwardBuffers& b = r.b;
   const ForwardCounts& counts = r.plan.counts;
@@ -181,6 +195,8 @@ segments::CutArgs cut_args(const Run& r) {
   a.rule = r.plan.choice.rule;
   a.decay = b.saved.decay;
   a.beside = cuts_beside(r);
+  constexpr double kRehearsalUs = 20.0;  // beside chunk_intra, from the beginning of cut_few
+  a.rehearses = a.beside && intra::grid_of(intra_args(r), r.device.multiprocessors).us_beside >= kRehearsalUs;
   a.need_bases = present(r.args.h) || present(r.args.state_checkpoints);
   a.most_states = int32_t(counts.end_states);
   a.most_units = int32_t(counts.units);
@@ -193,20 +209,6 @@ segments::CutArgs cut_args(const Run& r) {
   a.transitions = b.transitions;
   a.heads = b.heads;
   a.until = b.until;
-  return a;
-}
-
-intra::Args intra_args(const Run& r) {
-  const qla_gdn_forward_args& args = r.args;
-  intra::Args a = cuda::intra_args(args, r.p, r.slots, r.device);
-  a.chunk_table = r.b.chunk_table;
-  a.plan = plan_args(r);
-  a.asks = r.plan.counts.both;
-  a.abar = r.b.saved.abar;
-  a.pg = r.b.pg;
-  a.vec = r.b.saved.vec;
-  if (present(args.saved) || r.plan.counts.cut) a.decay = r.b.saved.decay;
-  a.vec_backward = present(args.saved) || present(args.g_cumsum) || present(args.q_rnorm) || present(args.k_rnorm);
   return a;
 }
 
@@ -446,7 +448,6 @@ void run_range(const Run& r) {
                                  r.b.transitions,
                                  r.b.states,
                                  reinterpret_cast<const uint8_t*>(r.b.states + counts.end_states * kStateFloats),
-                                 true,
                                  lets_begin};
       check_cuda(cp_merge::launch(merge, std::min(counts.end_states, r.p.num_seqs * r.p.num_v_heads), multiprocessors, r.stream),
                  "cp_merge");

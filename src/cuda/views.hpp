@@ -88,7 +88,7 @@ inline int32_t intra_parts(const Problem& p, int64_t slots, const Device& device
   for (int64_t parts = plan::ceil_div(group, intra::kHeads); parts <= group; parts++) {
     const int64_t per = plan::ceil_div(group, parts);
     if ((parts - 1) * per >= group) continue;  // the last one would be empty
-    const double us = double(plan::ceil_div(slots * p.num_k_heads * parts, ctas)) * (2.0 + 0.95 * double(per));
+    const double us = double(plan::ceil_div(slots * p.num_k_heads * parts, ctas)) * intra::round_us(per);
     if (best != 0 && us >= best_us) continue;
     best = parts;
     best_us = us;

@@ -101,13 +101,15 @@ inline constexpr int kLoadsAhead = 8;  // under way at once, for the device
 template <typename Int, typename Value>
 QLA_HD float sum_in_order(Int count, Value value) {
   float sum = 0.0f;
+  Int first = 0;
   QLA_ONE_LOOP
-  for (Int first = 0; first < count; first += kLoadsAhead) {
+  for (; count - first >= kLoadsAhead; first += kLoadsAhead) {
     float next[kLoadsAhead];
-    for (int i = 0; i < kLoadsAhead; ++i) next[i] = first + i < count ? value(first + i) : 0.0f;
-    for (int i = 0; i < kLoadsAhead; ++i)
-      if (first + i < count) sum += next[i];
+    for (int i = 0; i < kLoadsAhead; ++i) next[i] = value(first + i);
+    for (int i = 0; i < kLoadsAhead; ++i) sum += next[i];
   }
+  QLA_ONE_LOOP
+  for (; first < count; ++first) sum += value(first);
   return sum;
 }
 

@@ -34,6 +34,7 @@ struct Case {
   bool backward = true, ungated = false;
   int nan_gate_at = -1;  // token of sequence 0
   int repeats = 0;       // more launches, whose bits must be the same
+  bool leaves = false;   // beside a cut: the grid's last CTA leaves ahead of the others
 };
 
 double round_to(double x, int32_t dtype) {
@@ -138,7 +139,7 @@ struct Run {
   Device<ChunkRecord> table;
   Device<float> a_log, dt_bias;
   Device<uint8_t> abar, pg;
-  Device<float> vec;
+  Device<float> vec, decay;
   Device<uint16_t> a_inv;
   CUtensorMap map_k{}, map_q{};
   intra::Args args{};
@@ -152,6 +153,7 @@ struct Run {
         abar(p.table.size() * p.heads_v * kTileBytes),
         pg(p.table.size() * p.heads_v * kTileBytes),
         vec(p.table.size() * p.heads_v * kVecFloats),
+        decay(p.table.size() * p.heads_v),
         a_inv(size_t(p.total) * p.heads_v * 64) {
     const Case& c = p.c;
     const int64_t H = c.num_k_heads, HV = p.heads_v, rowk = 2 * H + 1, per_batch = p.total / c.batch;
@@ -187,6 +189,8 @@ struct Run {
     args.pg = c.with_pg ? pg.get() : nullptr;
     args.vec = vec.get();
     args.vec_backward = c.backward;
+    args.decay = c.ungated ? nullptr : decay.get();
+    if (c.leaves) args.plan.sums = decay.get();
     args.a_inv = a_inv.get();
     const int64_t strides[4] = {per_batch * HV * 64, HV * 64, 64, 1};
     std::copy(strides, strides + 4, args.a_inv_stride);

@@ -17,7 +17,7 @@ __global__ void make_sums(const cuda::ChunkRecord* table, const float* from, flo
     if (table[slot].rows == 0) continue;
     __nanosleep(unsigned(slot * 2654435761u >> 20));  // up to 4 us
     for (int head = int(threadIdx.x); head < heads; head += int(blockDim.x))
-      cuda::ptx::store_for_another(to + slot * heads + head, from[slot * heads + head]);
+      cuda::ptx::store_relaxed(to + slot * heads + head, from[slot * heads + head]);
   }
   if (blockIdx.x != 0) return;
   for (int i = 0; i < 20; i++) __nanosleep(1000);

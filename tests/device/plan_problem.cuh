@@ -37,6 +37,7 @@ struct Problem {
   std::vector<float> decay;                 // [slot][heads]
   int uncut_parts = 0;                      // a list of its own, in so many parts of V, for when nothing is cut; 0: one list
   bool beside = false;                      // cut_few runs beside what makes the sums of ghat
+  bool rehearses = false;                   // .. and makes a cut of made-up ones first
   bool says_heads = false;                  // .. which stays as it is in any case; and a word on each head's boundaries
   int64_t fused_chunks = 0;                 // both forms: a second list for all of V ..
   int64_t parts = 1, part = 0;              // .. and the two kernels' tables in so many ranges, one of which is looked at

@@ -71,11 +71,12 @@ struct Run {
   explicit Run(const Chains& c)
       : chains(c.chains), transitions(c.transitions), states(c.states), moves(laid_out(c.moves)), header(1), most(c.most) {
     PlanHeader h{};
+    h.cut = 1;
     h.num_merges = c.most;
     header.upload({h});
   }
   void launch() {
-    const cp_merge::Args a{header.get(), chains.get(), transitions.get(), states.get(), moves.get()};
+    const cp_merge::Args a{header.get(), chains.get(), transitions.get(), states.get(), moves.get(), true};
     int sms = 0;
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0);
     cuda_ok(cp_merge::launch(a, most, sms, nullptr), "cp_merge");

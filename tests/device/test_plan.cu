@@ -88,7 +88,7 @@ Tables run(const Problem& p, const std::string& name) {
     }
     c.rule = p.rule;
     c.decay = decay.get() + p.first_slot * p.heads;
-    if (p.beside) c.decay = late.get(), c.beside = 1;
+    if (p.beside) c.decay = late.get(), c.beside = 1, c.rehearses = p.rehearses;
     c.need_bases = 1;
     c.most_states = int32_t(states);
     c.most_units = int32_t(most_units);
@@ -372,6 +372,7 @@ int main(int argc, char** argv) {
     }
     gates(p);
     p.beside = p.rule.segment_chunks && pick(0, 1) && refines(p);
+    p.rehearses = round % 2;
     const std::string name = "round " + std::to_string(round) + " (" + std::to_string(lens.size()) + " sequences, " +
                              std::to_string(p.heads) + " heads, L " + std::to_string(p.rule.segment_chunks) + ")";
     compare(p, run(p, name), name);
@@ -405,6 +406,8 @@ int main(int argc, char** argv) {
     compare(p, run(p, name), name);
     p.beside = refines(p);
     if (p.beside) compare(p, run(p, name + ", beside"), name + ", beside");
+    p.rehearses = true;
+    if (p.beside) compare(p, run(p, name + ", rehearsed"), name + ", rehearsed");
     const qla::plan::CutRule rule = p.rule;
     p.rule.uncut_chunks = std::max(longest, rule.segment_chunks);  // the longest is just not cut
     if (p.beside) compare(p, run(p, name + ", whole"), name + ", whole");

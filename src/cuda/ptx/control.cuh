@@ -27,26 +27,26 @@ __device__ __forceinline__ void begin_call() {
   grid_dependency_launch();
 }
 
-// A word that the planning kernel wrote, in a kernel that none before it let begin until it had waited for that plan: before its
-// own wait, and past an L1 that may hold what lay there before.
-__device__ __forceinline__ int32_t load_after_plan(const int32_t* p) {
+// One word between kernels that run at the same time, past an L1 that may hold what lay there before: it is what was there or
+// what was written, and says nothing about other words. Why what it says is enough, who loads has to say: a kernel before let
+// this one begin when it had waited for the word itself, or the word is its own flag.
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
   int32_t x;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
 }
-__device__ __forceinline__ int64_t load_after_plan(const int64_t* p) {
+__device__ __forceinline__ int64_t load_relaxed(const int64_t* p) {
   int64_t x;
   asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
   return x;
 }
-
-// What another kernel writes meanwhile, one word at a time: each is what lay there before or what was written.
-__device__ __forceinline__ float load_once_written(const float* p) {
+__device__ __forceinline__ float load_relaxed(const float* p) {
   float x;
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
   return x;
 }
-__device__ __forceinline__ float4 load_once_written(const float4* p) {
+// four words
+__device__ __forceinline__ float4 load_relaxed(const float4* p) {
   float4 x;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
@@ -54,7 +54,7 @@ __device__ __forceinline__ float4 load_once_written(const float4* p) {
                : "memory");
   return x;
 }
-__device__ __forceinline__ void store_for_another(float* p, float x) {
+__device__ __forceinline__ void store_relaxed(float* p, float x) {
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
 }
 

@@ -27,6 +27,7 @@ struct Args {
   int32_t parts;                  // items a q/k head: ceil(group / 4)
   int32_t per;                    // value heads of an item, at most kHeads: ceil(group / parts)
   int32_t step_slots, step_rest;  // the grid's size in slots and items of one: set by the launch
+  int32_t late_slot, late_rest;   // from this item on the grid's last CTA has none: set by the launch
   int32_t early;   // 1: all it reads is there when it starts; it waits for the kernels before it when it has done its work
   int32_t direct;  // 1: one sequence, chunks are found from its boundaries in `plan`; the chunk table is not read
   int32_t ahead;   // 1: a CTA's first two chunks are found from boundaries; it waits for the chunk table behind them
@@ -48,5 +49,32 @@ struct Args {
 
 inline constexpr int kCtasPerSm = 2;
 inline constexpr int kHeads = 4;  // value heads of one item, at most
+
+// A round of items, us, about: what `parts` is chosen by, and
+constexpr double round_us(int64_t heads) { return 2.0 + 0.95 * double(heads); }
+
+struct Grid {
+  int64_t items = 0, ctas = 0;
+  // Where cut_few is to make the cut beside this kernel (Args::plan.sums) it needs a place, and there is one when a CTA leaves:
+  // so the last one has so many rounds fewer than the others, where none of them has more by that.
+  int64_t rounds_fewer = 0;
+  double us_beside = 0;  // about, from its leaving to the end
+
+  int64_t late_from() const { return rounds_fewer > 0 ? ((items + ctas - 1) / ctas - 1 - rounds_fewer) * ctas : items; }
+};
+inline Grid grid_of(const Args& args, int multiprocessors) {
+  constexpr double kEnoughUs = 50.0;  // from the beginning of cut_few, three times over, where its code and its loads are slowest
+  const int64_t places = int64_t(multiprocessors) * kCtasPerSm;
+  Grid grid;
+  grid.items = int64_t(args.slots) * args.num_k_heads * args.parts;
+  grid.ctas = grid.items < places ? grid.items : places;
+  if (grid.items == 0 || !args.plan.sums || args.until || args.makes_plan) return grid;
+  const int64_t rounds = (grid.items + grid.ctas - 1) / grid.ctas, in_last = grid.items - (rounds - 1) * grid.ctas,
+                enough = int64_t(kEnoughUs / round_us(args.per)), fewer = rounds - 1 < enough ? rounds - 1 : enough;
+  if (in_last + fewer >= grid.ctas) return grid;
+  grid.rounds_fewer = fewer;
+  grid.us_beside = double(fewer + 1) * round_us(args.per);
+  return grid;
+}
 
 }  // namespace qla::cuda::intra

@@ -53,13 +53,23 @@ struct Item {
   int rows, batch, slot, k_head, v_head, heads;  // heads = 0: no more items
 };
 
-// Items run slot by slot, in each q/k head by q/k head: (slot, rest) of the next one without a division.
+// Items run slot by slot, in each q/k head by q/k head: (slot, rest) of the next one without a division. The last ones are dealt
+// to all CTAs but the last.
 struct Cursor {
   int slot, rest;
+  __device__ __forceinline__ bool late(const Args& a) const {
+    return slot > a.late_slot || (slot == a.late_slot && rest >= a.late_rest);
+  }
+  __device__ __forceinline__ void leave_out_last(const Args& a) {
+    if (blockIdx.x == gridDim.x - 1 && late(a)) slot = a.slots;
+  }
   __device__ __forceinline__ void advance(const Args& a) {
+    const int per_slot = a.num_k_heads * a.parts, step_rest = a.step_rest - late(a);
     slot += a.step_slots;
-    rest += a.step_rest;
-    if (rest >= a.num_k_heads * a.parts) rest -= a.num_k_heads * a.parts, slot++;
+    rest += step_rest;
+    if (rest < 0) rest += per_slot, slot--;
+    if (rest >= per_slot) rest -= per_slot, slot++;
+    leave_out_last(a);
   }
   __device__ __forceinline__ void advance(const Args& a, int steps) {
     const int per_slot = a.num_k_heads * a.parts, to = rest + steps * a.step_rest, slots = to / per_slot;
@@ -215,11 +225,15 @@ __device__ __forceinline__ void put_decay(uint32_t fragments, uint32_t vec, cons
   const float through = ptx::lds(vec + (kHeadCum + place(63)) * 4);
   const float2 k2 = make_float2(ptx::lds(fragments + fragment_element(2 * lane, 2 * lane)),
                                 ptx::lds(fragments + fragment_element(2 * lane + 1, 2 * lane + 1)));
-  float growth = log2_approx(max_keep_nan(beta.x * k2.x - 1.f, 1.f)) + log2_approx(max_keep_nan(beta.y * k2.y - 1.f, 1.f));
-  // inf - inf: a key that is not finite, with beta = 0 or not
-  growth += (k2.x - k2.x) + (k2.y - k2.y);
-  const float sum = (warp_sum(growth) + through) * kLn2;
-  if (lane == 0) ptx::store_for_another(a.decay + int64_t(it.slot) * a.num_v_heads + it.v_head + head, sum);
+  const float x = beta.x * k2.x, y = beta.y * k2.y;
+  float growth = 0.f;
+  if (__any_sync(~0u, !(x <= 2.f && y <= 2.f))) {
+    growth = log2_approx(max_keep_nan(x - 1.f, 1.f)) + log2_approx(max_keep_nan(y - 1.f, 1.f));
+    // inf - inf: a key that is not finite, with beta = 0 or not
+    growth = warp_sum(growth + (k2.x - k2.x) + (k2.y - k2.y));
+  }
+  const float sum = (growth + through) * kLn2;
+  if (lane == 0) ptx::store_relaxed(a.decay + int64_t(it.slot) * a.num_v_heads + it.v_head + head, sum);
 }
 
 // rows of the ungated A from the tile
@@ -516,7 +530,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     ptx::begin_call();
   else if (!a.plan.sums)
     ptx::grid_dependency_launch();
-  if (a.asks && ptx::load_after_plan(&a.plan.header->num_items) == 0) {
+  // Complete: the kernel before let this one begin when it had waited for whoever wrote it.
+  if (a.asks && ptx::load_relaxed(&a.plan.header->num_items) == 0) {
     if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended
     return;
   }
@@ -527,6 +542,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
             {int(blockIdx.x) / (a.num_k_heads * a.parts), int(blockIdx.x) % (a.num_k_heads * a.parts)},
             0,
             int(a.tokens)};
+  walk.at.leave_out_last(a);
   if (a.makes_plan && blockIdx.x == gridDim.x - 1) return segments::direct_tables(a.plan);
   int4 record{}, second{};
   bool cuts = true;

@@ -17,13 +17,16 @@ cudaError_t set_attributes() {
 template <typename T, bool WithPg, bool Gated>
 cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args& args, int multiprocessors, bool dependent,
                   cudaStream_t stream) {
-  const int64_t per_slot = int64_t(args.num_k_heads) * args.parts, items = args.slots * per_slot;
-  if (items == 0) return cudaSuccess;
-  int64_t ctas = std::min<int64_t>(items, int64_t(multiprocessors) * kCtasPerSm);
+  const Grid grid = grid_of(args, multiprocessors);
+  if (grid.items == 0) return cudaSuccess;
+  const int64_t per_slot = int64_t(args.num_k_heads) * args.parts, late = grid.late_from();
+  int64_t ctas = grid.ctas;
   while (args.until && std::gcd(ctas, per_slot) > 1) ctas--;  // each CTA meets all heads in turn: few have anything to do
   Args sized = args;
   sized.step_slots = int32_t(ctas / per_slot);
   sized.step_rest = int32_t(ctas % per_slot);
+  sized.late_slot = int32_t(late / per_slot);
+  sized.late_rest = int32_t(late % per_slot);
   return launch_dependent(chunk_intra<T, WithPg, Gated>, unsigned(ctas + args.makes_plan), kThreads, kSmemBytes, dependent,
                           stream, map_k, map_q, sized);
 }

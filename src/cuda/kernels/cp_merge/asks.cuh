@@ -7,7 +7,8 @@
 namespace qla::cuda::cp_merge {
 
 __device__ __forceinline__ bool leaves(const Args& a) {
-  if (!a.asks || ptx::load_after_plan(&a.header->cut) != 0) return false;
+  // cut_items or cut_few wrote that before it let the pre-pass begin, and nothing else later
+  if (ptx::load_relaxed(&a.header->cut) != 0) return false;
   // Where the next kernel may not begin yet it counts on all before this one without a wait of its own.
   if (a.lets_begin) ptx::grid_dependency_launch();
   if (blockIdx.x == 0) ptx::grid_dependency_wait();  // it ends when all before it has ended

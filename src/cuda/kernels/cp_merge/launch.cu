@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1) cp_merge(const __grid_constant__ 
   }
   __syncthreads();
   // The pre-pass lets this kernel begin when it has waited for the lists itself; past L1, which may hold the last call's.
-  const int items = ptx::load_after_plan(&a.header->num_merges) * kItems;
+  const int items = ptx::load_relaxed(&a.header->num_merges) * kItems;
   const auto ready = [] {
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();  // only now: what comes next counts on the pre-pass without waiting for it

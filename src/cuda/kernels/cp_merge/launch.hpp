@@ -10,13 +10,12 @@ namespace qla::cuda::cp_merge {
 cudaError_t prepare();  // once a device
 
 struct Args {
-  const PlanHeader* header;  // num_merges: chains
+  const PlanHeader* header;  // before the wait: whether anything is cut; then num_merges: chains
   const MergeChain* chains;
   const uint8_t* transitions;  // [entry]
   float* states;               // [entry][V][K]: S_ext, then the start states
   const uint8_t* moves;        // [entry] M, as the pre-pass leaves it from S = I (tile/transition.cuh)
-  bool asks = false;           // the header says before the wait whether anything is cut
-  bool lets_begin = false;     // .. and if nothing is, the next kernel may begin at once: it looks, too, and waits then
+  bool lets_begin;             // if nothing is, the next kernel may begin at once: it looks, too, and waits then
 };
 // most_chains: bound from shapes
 cudaError_t launch(const Args& args, int64_t most_chains, int multiprocessors, cudaStream_t stream);

@@ -50,11 +50,11 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gdn_forward(const __grid_con
   sm.generic = smem + (sm.base - ptx::shared_address(smem));
   // Whether anything is cut: what cut_items says at once, which no kernel changes while this one looks. Beside merges all but
   // these is there when this kernel begins; or nothing is cut. Asked for early.
-  const int32_t cut = Cfg::kOutput && a.p.any_cut ? ptx::load_after_plan(a.p.any_cut) : 1;
+  const int32_t cut = Cfg::kOutput && a.p.any_cut ? ptx::load_relaxed(a.p.any_cut) : 1;
   bool leaves = Cfg::kOutput && a.p.uncut && cut != 0;
   if (a.p.asks) {
-    const int32_t items = ptx::load_after_plan(&a.p.plan->num_items);  // both on their way at once
-    const int64_t end_token = ptx::load_after_plan(&a.p.plan->end_token);
+    const int32_t items = ptx::load_relaxed(&a.p.plan->num_items);  // both on their way at once
+    const int64_t end_token = ptx::load_relaxed(&a.p.plan->end_token);
     leaves |= items == 0 && end_token == a.p.tokens;
   }
   if (leaves) {

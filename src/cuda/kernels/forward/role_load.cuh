@@ -19,7 +19,7 @@ __device__ __forceinline__ void fetch_item(const ForwardArgs& a, ItemSlot& s, in
     for (int w = 0; w < 4; w++) reinterpret_cast<int4*>(&it)[w] = __ldcg(from + w);
   }
   // Past L1: beside merges this grid has waited for nothing; what it reads was complete before the grid before it began.
-  s.valid = index < ptx::load_after_plan(&a.p.plan->num_items);
+  s.valid = index < ptx::load_relaxed(&a.p.plan->num_items);
   if (!s.valid) return;
   int64_t state = it.sequence;
   s.skip_rows = 0;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void helper_role(const ForwardArgs& a, const ForwardS
   const auto items = sm.items();
   if constexpr (Cfg::kOutput) {  // tokens after the last sequence
     if (waits) ptx::grid_dependency_wait();
-    const int64_t heads = a.p.num_v_heads, end = ptx::load_after_plan(&a.p.plan->end_token) * heads,
+    const int64_t heads = a.p.num_v_heads, end = ptx::load_relaxed(&a.p.plan->end_token) * heads,
                   rows = a.p.batch * a.p.tokens * heads;
     for (int64_t r = end + blockIdx.x; r < rows; r += gridDim.x) {
       const int64_t token = r / heads, batch = token / a.row_tokens;

@@ -22,8 +22,9 @@ __device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, const Fused
         ptx::cp_async<16>(slot + 16 * i, from + i);
     }
   }
+  // Cut: past L1; the kernel before let this one begin when it had waited for the list.
   bool valid = !Cut && a.direct ? direct_place(index) < a.p.max_items
-                                : index < (Cut ? ptx::load_after_plan(&a.p.plan->num_items) : a.p.plan->num_items);
+                                : index < (Cut ? ptx::load_relaxed(&a.p.plan->num_items) : a.p.plan->num_items);
   const bool some = Cut && a.p.again && a.p.cut_header->cut;
   if (some) valid = valid && a.p.cut_header->distrusted;
   put_field(slot, offsetof(ItemSlot, valid), valid);
@@ -306,8 +307,8 @@ template <bool Cut>
 __device__ __forceinline__ void fused_helper_role(const FusedArgs& a, const FusedSmem& sm) {
   const int lane = threadIdx.x % 32;
   if (a.p.batch == 1) {  // tokens after the last sequence; dense input has none
-    const int end = Cut ? a.p.again && a.p.cut_header->cut ? int(a.p.tokens) : int(ptx::load_after_plan(&a.p.plan->end_token))
-                    : a.direct ? int(segments::boundary(a.plan, a.plan.num_seqs))
+    const int end = Cut        ? a.p.again && a.p.cut_header->cut ? int(a.p.tokens) : int(ptx::load_relaxed(&a.p.plan->end_token))
+                           : a.direct ? int(segments::boundary(a.plan, a.plan.num_seqs))
                                : int(a.p.plan->end_token);
 #pragma unroll 1
     for (int token = end + blockIdx.x; token < a.p.tokens; token += gridDim.x)

@@ -313,7 +313,7 @@ __device__ __forceinline__ void stage_decay(float* to, const float* from, int32_
 __device__ __forceinline__ int32_t pre_pass_items(int32_t items) { return items > 0 ? items : -1; }
 
 // Boundaries alone decide whether anything is cut. The pre-pass and the merges may look that up before their own wait
-// (ptx::load_after_plan), and leave: so the answer is in memory before the next kernel is let begin. -> nothing is cut: the items
+// (ptx::load_relaxed), and leave: so the answer is in memory before the next kernel is let begin. -> nothing is cut: the items
 // of plan_segments stand, no more to do.
 __device__ __forceinline__ bool answer(const CutArgs& a, bool cuts) {
   cuts = __syncthreads_or(cuts);

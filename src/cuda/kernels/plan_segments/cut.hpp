@@ -26,6 +26,7 @@ struct CutArgs {
   // 1 (cut_few): decay is made by the kernel before, while this one reads it; all were kNoSum until plan_few was complete. What
   // is launched next may begin at once.
   int32_t beside;
+  int32_t rehearses;    // .. with time for a rehearsal
   int32_t need_bases;   // 1: chunk_base and checkpoint_base are used
   int32_t most_states;  // entries of S_ext; those of M follow
   int32_t most_units;   // bound on segments over all heads, those of both cuts

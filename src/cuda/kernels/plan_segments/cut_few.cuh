@@ -7,6 +7,9 @@
 // CutArgs::beside: chunk_intra is still at work when this kernel begins, as soon as a multiprocessor has room for one CTA of it
 //   fewer. Its sums are taken one by one as they come (gather_sums), all but those behind the last boundary of a sequence, which
 //   decide nothing: so the lists are there when chunk_intra ends, and this kernel ends when it has seen that.
+// CutArgs::rehearses: what comes behind the sums takes as long as its code is in no cache, 7 us for 3. Where the last of them are
+//   still to come, a whole cut is made of made-up ones first: in the same places, which the real one writes again, or nobody
+//   reads.
 // The merged boundary in front of segment j > 0 of a sequence's head h has an entry for each piece of the pre-pass's way to it,
 //   by its rank: behind those that the sequences before and the heads before may have, merged boundaries of this head before it.
 //   Shapes bound that; entries of one chain are consecutive.
@@ -17,7 +20,9 @@
 
 namespace qla::cuda::segments {
 
-inline constexpr int kPatience = 64;  // of one look, 0.7 us, each: the end of a long chunk_intra
+// Looks at sums that are not there yet: with the pause behind them 1 us each, in all about what chunk_intra takes at most from
+// here on.
+inline constexpr int kPatience = 128, kPauseNs = 300;
 
 struct FewSequence {
   int64_t bos;  // of its part in the range
@@ -206,7 +211,8 @@ __device__ __forceinline__ bool is_there(float4 x) {
 }
 __device__ __forceinline__ bool is_there(float x) { return __float_as_uint(x) != kNoSum; }
 
-// Sums to shared memory as they come, by all threads. A sum and the word that it is there are one word: nothing is ordered. When
+// Sums to shared memory as they come, by all threads. A sum and the word that it is there are one word, so relaxed loads do:
+// nothing is ordered. When
 // the kernels before have ended what is still missing belongs to no chunk (bad boundaries); patience: looks before that is waited
 // for.
 template <typename Word>
@@ -217,40 +223,55 @@ __device__ __forceinline__ void gather_sums(Word* to, const Word* from, int32_t 
   for (int32_t i = threadIdx.x; i < count; i += kAtOnce * threads) {
     Word x[kAtOnce];
 #pragma unroll 1
-    for (bool there = false; !there; patience--) {
+    for (;;) {
       const bool ended = patience <= 0;
       if (ended) ptx::grid_dependency_wait();
-      there = true;
+      bool there = true;
 #pragma unroll
       for (int w = 0; w < kAtOnce; w++)
-        if (i + w * threads < count) x[w] = ptx::load_once_written(from + i + w * threads);
+        if (i + w * threads < count) x[w] = ptx::load_relaxed(from + i + w * threads);
 #pragma unroll
       for (int w = 0; w < kAtOnce; w++)
         if (i + w * threads < count) there &= is_there(x[w]);
-      there |= ended;
+      if (there || ended) break;
+      patience--;
+      __nanosleep(kPauseNs);  // who writes them has to go on: looks without a pause cost chunk_intra a tenth of its time
     }
-    patience = max(patience, 0);
 #pragma unroll
     for (int w = 0; w < kAtOnce; w++)
       if (i + w * threads < count) to[i + w * threads] = x[w];
   }
 }
-// .. of what decides about each sequence
+// Sums that decide about a sequence, from its slot's on: those of chunks before its last boundary.
+__device__ __forceinline__ int32_t deciding_sums(const CutArgs& a, const FewSequence& of) {
+  const int32_t last = max((of.segments[0] - 1) * of.segment_chunks[0], (of.segments[1] - 1) * of.segment_chunks[1]);
+  return max(0, min(of.chunks, last)) * a.plan.num_v_heads;
+}
 __device__ __forceinline__ void gather_sums(const CutArgs& a, const FewShared& s, float* to) {
   const int32_t heads = a.plan.num_v_heads;
   const bool by_four = heads % 4 == 0 && reinterpret_cast<uintptr_t>(a.decay) % 16 == 0;
   int32_t patience = a.beside ? kPatience : 0;
 #pragma unroll 1
   for (int n = 0; n < int(a.plan.num_seqs); n++) {
-    const FewSequence& of = s.sequence[n];
-    const int32_t chunks = min(of.chunks,
-                               max((of.segments[0] - 1) * of.segment_chunks[0], (of.segments[1] - 1) * of.segment_chunks[1])),
-                  at = of.slot * heads, count = max(0, chunks) * heads;
+    const int32_t at = s.sequence[n].slot * heads, count = deciding_sums(a, s.sequence[n]);
     if (by_four)
       gather_sums(reinterpret_cast<float4*>(to + at), reinterpret_cast<const float4*>(a.decay + at), count / 4, patience);
     else
       gather_sums(to + at, a.decay + at, count, patience);
   }
+}
+// Whether the last of them are still to come, and there is time. A thread a sequence.
+__device__ __forceinline__ bool early(const CutArgs& a, const FewShared& s) {
+  if (!a.rehearses || int(threadIdx.x) >= int(a.plan.num_seqs)) return false;
+  const FewSequence& of = s.sequence[threadIdx.x];
+  const int32_t count = deciding_sums(a, of);
+  return count > 0 && !is_there(ptx::load_relaxed(a.decay + of.slot * a.plan.num_v_heads + count - 1));
+}
+// For a rehearsal: heads that forget in a chunk, and heads that do not at all.
+__device__ __forceinline__ void make_up_sums(const CutArgs& a, float* to) {
+  const int32_t count = a.plan.slots * a.plan.num_v_heads;
+#pragma unroll 4
+  for (int32_t i = threadIdx.x; i < count; i += int32_t(blockDim.x)) to[i] = i % 2 ? 0.f : a.rule.threshold;
 }
 
 __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ CutArgs a) {
@@ -258,7 +279,6 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   float* const s_decay = reinterpret_cast<float*>(s_decay4);
   __shared__ FewShared s;
   const int32_t heads = a.plan.num_v_heads, threads = int32_t(blockDim.x);
-  if (threadIdx.x == 0) s.long_items = s.pre_items = s.chains = 0;
   const bool cuts = threadIdx.x < 32 && few_sequences(a, s);
   if (answer(a, cuts)) return;
   if (a.beside) ptx::grid_dependency_launch();
@@ -266,111 +286,120 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
   for (int n = 0; n < int(a.plan.num_seqs); n++)
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.sequence[n].places; i += threads) s.sequence_of[s.sequence[n].first_place + i] = uint8_t(n);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * kBuckets; i += threads) (&s.bucket[0][0])[i] = 0;
-  s.merged[threadIdx.x] = 0;
-  s.merging[threadIdx.x] = 0;
-  __syncthreads();
-  const int32_t unit = int32_t(threadIdx.x);
-  FewUnit u{a, s, s_decay, heads, 0, 0, 0, 0, 0, 0, 0, false};
-  bool mine = unit < s.places * heads;
-  if (mine) {
-    u.place = int32_t(uint32_t(unit) / uint32_t(heads));
-    u.head = unit - u.place * heads;
-    u.sequence = s.sequence_of[u.place];
-    u.find();
-  }
-
+  // All of it comes twice where there is time: the first time of sums that are made up, so that its code is in the cache.
+  bool rehearses = __syncthreads_or(early(a, s));
   if (!a.beside) {
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
   }
-  gather_sums(a, s, s_decay);
-  __syncthreads();
-  if (mine && !u.is_last()) s.sum[unit] = u.sum();
-  __syncthreads();
-  qla::plan::BasicStart<int32_t> start{QLA_START_ZERO, 0};
-  if (mine) start = u.start();
-  if (a.rule.merged_chunks) {  // the last boundary of the one cut says which of them the head has
-    if (mine && !u.finer && u.is_last() && start.start == QLA_START_MERGED) u.merging() = 1;
-    __syncthreads();
-    if (mine && u.finer != bool(u.merging())) mine = false, start = {QLA_START_ZERO, 0};
-  }
-  const bool merged = start.start == QLA_START_MERGED;
-  if (merged) atomicOr(&s.merged[(u.place >> 5) * heads + u.head], 1u << (u.place & 31));
-  const int32_t bucket = cut_bucket(a.rule, merged, length_bucket(u.end - u.begin + start.warmup_chunks)),
-                in_bucket = few_count(s.bucket[0], bucket, mine);
-  const int32_t items = __syncthreads_count(mine);
-  const int32_t at = few_first(s, bucket) + in_bucket;
-  // bad boundaries may make more entries than there is room for
-  const FewSequence& of = s.sequence[u.sequence];
-  const int32_t first_entry = of.first_entry + u.head * few_entries(a, of), room = a.most_states - first_entry,
-                entries = mine ? u.entries() : 0;
-  // The pre-pass walks this segment: S_ext of each piece, M where something is in front of it. The longer pieces come first.
-  const int32_t pieces = qla::plan::pieces_of_segment(a.rule, u.segment), pre_items = 2 * pieces - (merged ? 0 : 1);
-  const bool walks = mine && !u.is_last() && u.merges(u.place + 1) && entries + pieces <= room;
-  int32_t* counter = &s.pre_items;
-  if (a.rule.pieces != a.rule.first_pieces) {
-    const bool longer = (u.segment == 0) == (a.rule.first_pieces < a.rule.pieces);
-    if (walks && longer) atomicAdd(&s.pre_items, pre_items), counter = &s.long_items;
-    __syncthreads();
-  }
-  if (mine) {
-    const bool usable = merged && entries <= room;
-    const int32_t first = u.begin - start.warmup_chunks;
-    WorkItem item{};
-    item.token = of.bos + 64 * int64_t(first);
-    item.slot = of.slot + first;
-    item.chunks = u.end - first;
-    item.warmup = start.warmup_chunks;
-    item.last_rows = u.end < of.chunks ? 64 : of.last_rows;
-    item.sequence = u.sequence;
-    item.v_head = u.head;
-    item.start = merged && !usable ? QLA_START_ZERO : start.start;
-    item.start_index = usable ? first_entry + entries - 1 : 0;
-    item.is_last = u.is_last() ? of.end : 0;
-    item.segment = u.segment;
-    item.first_chunk = of.first_chunk + first;
-    if (a.need_bases) item.chunk_base = of.chunk_base, item.checkpoint_base = of.checkpoint_base;
-    const auto put = [&](WorkItem* to, int32_t parts) {
+  int32_t items;
 #pragma unroll 1
-      for (item.v_part = 0; item.v_part < parts; item.v_part++, to++) store_item(to, item);
-    };
-    if (at < a.most_items) put(a.plan.items + int64_t(at) * a.plan.v_parts, a.plan.v_parts);
-    if (u.is_last()) {  // the head's chain
-      const int32_t count = min(entries, room);
-      if (count > 0) a.chains[atomicAdd(&s.chains, 1)] = {first_entry, count};
-      if (a.heads) {
-        const int32_t all = u.segment * a.rule.pieces + (u.segment > 0 ? a.rule.first_pieces - a.rule.pieces : 0);
-        a.heads[u.sequence * heads + u.head] = entries < all ? kHeadForgets : 0;
-        if (a.until) a.until[u.sequence * heads + u.head] = u.pre_pass_until();
-      }
-    } else if (walks) {
-      WorkItem* to = a.pre_items + int64_t(atomicAdd(counter, pre_items)) * a.pre_v_parts;
-      item.is_last = 0;
+  for (;; rehearses = false) {
+    if (threadIdx.x == 0) s.long_items = s.pre_items = s.chains = 0;
 #pragma unroll 1
-      for (int32_t piece = 0; piece < pieces; piece++) {
-        const int32_t entry = first_entry + entries + piece;
-        const bool moves = merged || piece > 0;
-        const int32_t from = qla::plan::begin_of_piece(u.end - u.begin, pieces, piece),
-                      until = qla::plan::begin_of_piece(u.end - u.begin, pieces, piece + 1),
-                      warmup = piece == 0 ? start.warmup_chunks : 0, walk = u.begin + from - warmup;
-        item.token = of.bos + 64 * int64_t(walk);
-        item.slot = of.slot + walk;
-        item.chunks = until - from + warmup;
-        item.warmup = warmup;
-        item.first_chunk = of.first_chunk + walk;
-        item.start = moves ? QLA_START_ZERO : start.start;
-        item.start_index = entry;
-        a.transitions[entry] = moves;
-        put(to, a.pre_v_parts), to += a.pre_v_parts;
-        item.start = kStartIdentity;
-        item.start_index = a.most_states + entry;
-        if (moves) put(to, a.pre_v_parts), to += a.pre_v_parts;
+    for (int i = threadIdx.x; i < 2 * kBuckets; i += threads) (&s.bucket[0][0])[i] = 0;
+    s.merged[threadIdx.x] = 0;
+    s.merging[threadIdx.x] = 0;
+    if (rehearses)
+      make_up_sums(a, s_decay);
+    else
+      gather_sums(a, s, s_decay);
+    __syncthreads();
+    const int32_t unit = int32_t(threadIdx.x);
+    FewUnit u{a, s, s_decay, heads, 0, 0, 0, 0, 0, 0, 0, false};
+    bool mine = unit < s.places * heads;
+    if (mine) {
+      u.place = int32_t(uint32_t(unit) / uint32_t(heads));
+      u.head = unit - u.place * heads;
+      u.sequence = s.sequence_of[u.place];
+      u.find();
+    }
+    if (mine && !u.is_last()) s.sum[unit] = u.sum();
+    __syncthreads();
+    qla::plan::BasicStart<int32_t> start{QLA_START_ZERO, 0};
+    if (mine) start = u.start();
+    if (a.rule.merged_chunks) {  // the last boundary of the one cut says which of them the head has
+      if (mine && !u.finer && u.is_last() && start.start == QLA_START_MERGED) u.merging() = 1;
+      __syncthreads();
+      if (mine && u.finer != bool(u.merging())) mine = false, start = {QLA_START_ZERO, 0};
+    }
+    const bool merged = start.start == QLA_START_MERGED;
+    if (merged) atomicOr(&s.merged[(u.place >> 5) * heads + u.head], 1u << (u.place & 31));
+    const int32_t bucket = cut_bucket(a.rule, merged, length_bucket(u.end - u.begin + start.warmup_chunks)),
+                  in_bucket = few_count(s.bucket[0], bucket, mine);
+    items = __syncthreads_count(mine);
+    const int32_t at = few_first(s, bucket) + in_bucket;
+    // bad boundaries may make more entries than there is room for
+    const FewSequence& of = s.sequence[u.sequence];
+    const int32_t first_entry = of.first_entry + u.head * few_entries(a, of), room = a.most_states - first_entry,
+                  entries = mine ? u.entries() : 0;
+    // The pre-pass walks this segment: S_ext of each piece, M where something is in front of it. The longer pieces come first.
+    const int32_t pieces = qla::plan::pieces_of_segment(a.rule, u.segment), pre_items = 2 * pieces - (merged ? 0 : 1);
+    const bool walks = mine && !u.is_last() && u.merges(u.place + 1) && entries + pieces <= room;
+    int32_t* counter = &s.pre_items;
+    if (a.rule.pieces != a.rule.first_pieces) {
+      const bool longer = (u.segment == 0) == (a.rule.first_pieces < a.rule.pieces);
+      if (walks && longer) atomicAdd(&s.pre_items, pre_items), counter = &s.long_items;
+      __syncthreads();
+    }
+    if (mine) {
+      const bool usable = merged && entries <= room;
+      const int32_t first = u.begin - start.warmup_chunks;
+      WorkItem item{};
+      item.token = of.bos + 64 * int64_t(first);
+      item.slot = of.slot + first;
+      item.chunks = u.end - first;
+      item.warmup = start.warmup_chunks;
+      item.last_rows = u.end < of.chunks ? 64 : of.last_rows;
+      item.sequence = u.sequence;
+      item.v_head = u.head;
+      item.start = merged && !usable ? QLA_START_ZERO : start.start;
+      item.start_index = usable ? first_entry + entries - 1 : 0;
+      item.is_last = u.is_last() ? of.end : 0;
+      item.segment = u.segment;
+      item.first_chunk = of.first_chunk + first;
+      if (a.need_bases) item.chunk_base = of.chunk_base, item.checkpoint_base = of.checkpoint_base;
+      const auto put = [&](WorkItem* to, int32_t parts) {
+#pragma unroll 1
+        for (item.v_part = 0; item.v_part < parts; item.v_part++, to++) store_item(to, item);
+      };
+      if (at < a.most_items) put(a.plan.items + int64_t(at) * a.plan.v_parts, a.plan.v_parts);
+      if (u.is_last()) {  // the head's chain
+        const int32_t count = min(entries, room);
+        if (count > 0) a.chains[atomicAdd(&s.chains, 1)] = {first_entry, count};
+        if (a.heads) {
+          const int32_t all = u.segment * a.rule.pieces + (u.segment > 0 ? a.rule.first_pieces - a.rule.pieces : 0);
+          a.heads[u.sequence * heads + u.head] = entries < all ? kHeadForgets : 0;
+          if (a.until) a.until[u.sequence * heads + u.head] = u.pre_pass_until();
+        }
+      } else if (walks) {
+        WorkItem* to = a.pre_items + int64_t(atomicAdd(counter, pre_items)) * a.pre_v_parts;
+        item.is_last = 0;
+#pragma unroll 1
+        for (int32_t piece = 0; piece < pieces; piece++) {
+          const int32_t entry = first_entry + entries + piece;
+          const bool moves = merged || piece > 0;
+          const int32_t from = qla::plan::begin_of_piece(u.end - u.begin, pieces, piece),
+                        until = qla::plan::begin_of_piece(u.end - u.begin, pieces, piece + 1),
+                        warmup = piece == 0 ? start.warmup_chunks : 0, walk = u.begin + from - warmup;
+          item.token = of.bos + 64 * int64_t(walk);
+          item.slot = of.slot + walk;
+          item.chunks = until - from + warmup;
+          item.warmup = warmup;
+          item.first_chunk = of.first_chunk + walk;
+          item.start = moves ? QLA_START_ZERO : start.start;
+          item.start_index = entry;
+          a.transitions[entry] = moves;
+          put(to, a.pre_v_parts), to += a.pre_v_parts;
+          item.start = kStartIdentity;
+          item.start_index = a.most_states + entry;
+          if (moves) put(to, a.pre_v_parts), to += a.pre_v_parts;
+        }
       }
     }
+    __syncthreads();
+    if (!rehearses) break;
   }
-  __syncthreads();
   if (threadIdx.x == 0) {
     PlanHeader header{};
     header.cut = 1;
