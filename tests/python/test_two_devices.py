@@ -80,7 +80,8 @@ def test_a_graph_on_the_second_device(two: Device) -> None:
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # a stream of this device: torch's own one for captures belongs to the device of the process's first capture
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             held = call()
     for first in (1, 1024, 4096, TOKENS):
         with torch.cuda.device(1):
