@@ -1,13 +1,15 @@
 """Calls under pressure, each held to the bits of a quiet first run: forced plans of cut sequences above all, other forms between them.
 
     [git apply tests/python/forced_pieces.patch; build the library; git apply -R ..]
-    python tests/python/stress_cuts.py --seconds 40 --processes 8 [--seed N]
+    python tests/python/stress_cuts.py --seconds 40 --processes 16 [--kind cuts|direct|both] [--seed N] [--keep FOLDER]
+    python tests/python/stress_cuts.py --dry --processes 2    # no card: that all of the direct kind is drawn, runs and sees a fault
 
-With that patch of the planner (no kernel changes) pieces of the pre-pass and segments of merging heads are drawn, too; without it they are
-the planner's. Not a test of the suite: it looks for faults of timing that come once in some ten thousand calls. One process makes the quiet results
-(checksums) of all problems, cut and uncut. Then so many processes share the card. Each has some problems, one workspace for all of
-them and a second stream on which a graph of other work runs. Rounds are of two kinds: one call after the other, the workspace filled
-with NaN, garbage or what another problem left, everything looked at after each; or a chain of calls with nothing between them.
+Of `--kind direct` see stress_direct.py; the rest of this is about cuts. With that patch of the planner (no kernel changes) pieces of
+the pre-pass and segments of merging heads are drawn, too; without it they are the planner's. Not a test of the suite: it looks for
+faults of timing that come once in some ten thousand calls. One process makes the quiet results (checksums) of all problems, cut and
+uncut. Then so many processes share the card. Each has some problems, one workspace for all of them and a second stream on which a
+graph of other work runs. Rounds are of two kinds: one call after the other, the workspace filled with NaN, garbage or what another
+problem left, everything looked at after each; or a chain of calls with nothing between them.
 A result that differs is reported with where it lies (sequence, head, chunk, segment, columns), and where calls were looked at one by one
 with which part of the workspace differs from that of a good run.
 """
@@ -17,9 +19,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
-import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,15 +29,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
-
 import torch
 
+import stress_direct
 from qla import _ffi
-from qla.planbench import FORCED, FUSED, HALVES, OWN, WHOLE
 from qla.planview import shape_only
+from stress_common import (
+    FUSED,
+    HALVES,
+    NAMES,
+    OWN,
+    WHOLE,
+    Library,
+    checked,
+    checksum,
+    differing_states,
+    differing_tokens,
+    relative_l2,
+    spans,
+    words,
+)
 
-NAMES = {OWN: "own", WHOLE: "whole", HALVES: "halves", FUSED: "fused"}
 LIMIT, UNDONE_LIMIT = 6e-3, 2e-2  # cut against uncut, relative L2 (tests/python/test_context_parallel.py)
 THRESHOLD = -10.0  # of warm-ups, 16-bit types
 OUTPUTS = 4  # of a problem in one chain
@@ -94,47 +106,17 @@ def draw_problem(draw: random.Random) -> Problem:
         count = draw.choice((1, 2, 3, 8))
         lengths = tuple(draw.choice((64, 700, 1024, 2048, 3000)) for _ in range(count))
         return Problem(seed, lengths, head_pair, OWN, draw.choice((0, 0, -1)), gates=gates, mib=draw.choice((0, 0, 12)), **more)
-    lengths = [0] * sequences
-    lengths[draw.choice((0, draw.randrange(sequences)))] = longest
+    drawn = [0] * sequences
+    drawn[draw.choice((0, draw.randrange(sequences)))] = longest
     for n in range(sequences):
-        if lengths[n] == 0 and draw.random() < 0.4:
-            lengths[n] = draw.choice((1, 64, 100, longest // 3, longest // 2))
-    return Problem(seed, tuple(lengths), head_pair, form, segment, pieces, first, merged, gates, **more)
+        if drawn[n] == 0 and draw.random() < 0.4:
+            drawn[n] = draw.choice((1, 64, 100, longest // 3, longest // 2))
+    return Problem(seed, tuple(drawn), head_pair, form, segment, pieces, first, merged, gates, **more)
 
 
 def problems_of(seed: int, process: int, count: int) -> list[Problem]:
     draw = random.Random(1000 * seed + process)
     return [HISTORY, *(draw_problem(draw) for _ in range(count - 1))]
-
-
-class Library:
-    """A copy of the library a form, each with a cost model in which the others are prohibitive (qla.planbench.open_copies)."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.opened: dict[int, ctypes.CDLL] = {OWN: _ffi.lib()}
-        checked(self.opened[OWN], self.opened[OWN].qla_prepare(0))
-
-    def of(self, form: int) -> ctypes.CDLL:
-        if form not in self.opened:
-            path = _ffi.library_path()
-            assert path is not None
-            copy, costs = self.folder / f"libqla_{form}.so", self.folder / f"costs_{form}"
-            shutil.copy(path, copy)
-            costs.write_text(FORCED[form])
-            os.environ["QLA_COSTS"] = str(costs)
-            self.opened[form] = library = _ffi.open_library(str(copy))
-            plan = _ffi.Plan(struct_size=ctypes.sizeof(_ffi.Plan))
-            args = shape_args(Problem(0, (64,), (1, 1), form, -1))
-            checked(library, library.qla_gdn_plan(byref(args), (ctypes.c_int64 * 1)(64), 1, None, byref(plan)))
-            del os.environ["QLA_COSTS"]
-            checked(library, library.qla_prepare(0))
-        return self.opened[form]
-
-
-def checked(library: ctypes.CDLL, status: int) -> None:
-    if status:
-        raise _ffi.QlaError(library.qla_last_error().decode("utf-8", "replace"))
 
 
 def shape_args(p: Problem) -> _ffi.ForwardArgs:
@@ -216,30 +198,14 @@ class Call:
             ht.fill_(float("nan"))
 
 
-def words(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int64).flatten()
-
-
-def checksum(x: torch.Tensor) -> int:
-    """Of the bits, places included."""
-    w = words(x)
-    at = torch.arange(1, w.numel() + 1, device=w.device) * 0x1E3779B97F4A7C15
-    return int(((w ^ at) * (at | 1)).sum())
-
-
-def relative_l2(x: torch.Tensor, y: torch.Tensor) -> float:
-    x, y = x.double(), y.double()
-    return float((x - y).norm() / y.norm().clamp_min(1e-30)) if y.numel() else 0.0
-
-
 # ---- the quiet results
 
 
-def quiet(seed: int, processes: int, count: int, out: Path) -> None:
+def quiet(seed: int, processes: list[int], count: int, out: Path) -> None:
     """Checksums of all problems, twice each, in a process that has the card to itself; cut against uncut."""
     libraries = Library(out)
     stream, results, worst = torch.cuda.current_stream(), {}, {}
-    for p in dict.fromkeys(p for n in range(processes) for p in problems_of(seed, n, count)):
+    for p in dict.fromkeys(p for n in processes for p in problems_of(seed, n, count)):
         call = Call(p, libraries)
         space = torch.full((call.bytes,), 0xFF, dtype=torch.uint8, device="cuda")
         sums = []
@@ -272,48 +238,8 @@ def quiet(seed: int, processes: int, count: int, out: Path) -> None:
 # ---- under pressure
 
 
-def spans(values: torch.Tensor) -> str:
-    """What numbers these are, as runs."""
-    at = torch.unique(values).tolist()
-    runs: list[list[int]] = []
-    for n in at:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    shown = ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in runs[:8])
-    return shown + (f" .. ({len(runs)} runs)" if len(runs) > 8 else "")
-
-
 def where(p: Problem, got: torch.Tensor, want: torch.Tensor, ht: torch.Tensor, want_ht: torch.Tensor) -> list[str]:
-    lines = []
-    bad = (got.view(torch.int16) != want.view(torch.int16))[0]
-    for head in torch.nonzero(bad.any(-1).any(0)).flatten().tolist():
-        tokens = torch.nonzero(bad[:, head].any(-1)).flatten()
-        begin = 0
-        for n, length in enumerate(p.lengths):
-            of = tokens[(tokens >= begin) & (tokens < begin + length)] - begin
-            if len(of):
-                chunks = of // 64
-                x, y = got[0, begin : begin + length, head].double(), want[0, begin : begin + length, head].double()
-                off = float((x - y).abs().nan_to_num(nan=math.inf).max())
-                columns = torch.nonzero(bad[begin : begin + length, head].any(0)).flatten()
-                in_first = torch.nonzero(bad[begin + int(of[0]), head]).flatten()
-                lines.append(
-                    f"  o: sequence {n} head {head}: {len(of)} tokens from {int(of[0])} (chunk {int(chunks[0])}, row {int(of[0]) % 64}"
-                    f"{f', segment {int(chunks[0]) // p.segment}' if p.segment > 0 else ''}) to {int(of[-1])}; chunks {spans(chunks)}; "
-                    f"rows {spans(of % 64)}; columns {spans(columns)}, in the first token {spans(in_first)}; largest difference {off:.3g} "
-                    f"of {float(y.abs().max()):.3g}, relative {relative_l2(x, y):.3g}, NaN {int(x.isnan().sum())}"
-                )
-            begin += length
-    bad_ht = ht.view(torch.int32) != want_ht.view(torch.int32)
-    for n, head in torch.nonzero(bad_ht.any(-1).any(-1)).tolist():
-        b, x, y = bad_ht[n, head], ht[n, head].double(), want_ht[n, head].double()
-        lines.append(
-            f"  ht: sequence {n} head {head}: {int(b.sum())} of {b.numel()}; k {spans(torch.nonzero(b.any(1)).flatten())}; "
-            f"v {spans(torch.nonzero(b.any(0)).flatten())}; relative {relative_l2(x, y):.3g}"
-        )
-    return lines
+    return differing_tokens(p.lengths, got[0], want[0], max(p.segment, 0)) + differing_states(ht, want_ht)
 
 
 def spaces(bad: torch.Tensor, good: torch.Tensor) -> list[str]:
@@ -468,36 +394,61 @@ class Worker:
         )
 
 
+def kinds_of(a: argparse.Namespace) -> dict[int, str]:
+    """What each process runs."""
+    return {n: a.kind if a.kind != "both" else ("cuts", "direct")[n % 2] for n in range(a.processes)}
+
+
+def quiet_runs(a: argparse.Namespace) -> None:
+    kinds = kinds_of(a)
+    if "cuts" in kinds.values():
+        quiet(a.seed, [n for n, kind in kinds.items() if kind == "cuts"], a.problems, a.folder)
+    if "direct" in kinds.values():
+        direct = [n for n, kind in kinds.items() if kind == "direct"]
+        stress_direct.quiet(a.seed, direct, a.direct_problems, a.folder)
+
+
+def work(a: argparse.Namespace) -> int:
+    worker: Worker | stress_direct.Worker
+    if kinds_of(a)[a.process] == "cuts":
+        worker = Worker(a.seed, a.process, a.problems, a.folder)
+    else:
+        worker = stress_direct.Worker(a.seed, a.process, a.folder, a.keep)
+    print(f"process {a.process} ready, {len(worker.calls)} problems, first runs {worker.failures} failures", flush=True)
+    (a.folder / f"ready{a.process}").touch()
+    begin = time.monotonic()
+    while len(list(a.folder.glob("ready*"))) < a.processes and time.monotonic() - begin < 40:
+        time.sleep(0.05)
+    worker.run(a.seconds)
+    return worker.failures > 0
+
+
 def main() -> int:
     parse = argparse.ArgumentParser()
     parse.add_argument("--seconds", type=float, default=40)
     parse.add_argument("--processes", type=int, default=8)
-    parse.add_argument("--problems", type=int, default=6)
+    parse.add_argument("--kind", choices=("cuts", "direct", "both"), default="both", help="both: processes in turn")
+    parse.add_argument("--problems", type=int, default=6, help="of a process, cuts")
+    parse.add_argument("--direct-problems", type=int, default=24, help="of a process, direct")
     parse.add_argument("--seed", type=int, default=1)
+    parse.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "qla_stress", help="folder for wrong results")
+    parse.add_argument(
+        "--dry", action="store_true", help="no card: the direct kind on the CPU backend, a planted fault at the end"
+    )
     parse.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     parse.add_argument("--process", type=int, default=-1, help=argparse.SUPPRESS)
     parse.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     a = parse.parse_args()
     if a.quiet:
-        quiet(a.seed, a.processes, a.problems, a.folder)
+        quiet_runs(a)
         return 0
     if a.process >= 0:
-        worker = Worker(a.seed, a.process, a.problems, a.folder)
-        print(f"process {a.process} ready, {len(worker.calls)} problems, first runs {worker.failures} failures", flush=True)
-        (a.folder / f"ready{a.process}").touch()
-        begin = time.monotonic()
-        while len(list(a.folder.glob("ready*"))) < a.processes and time.monotonic() - begin < 30:
-            time.sleep(0.05)
-        worker.run(a.seconds)
-        return worker.failures > 0
+        return work(a)
     with tempfile.TemporaryDirectory() as folder:
-        again = [
-            sys.executable,
-            __file__,
-            "--folder",
-            folder,
-            *(f"--{n}={getattr(a, n)}" for n in ("seconds", "processes", "problems", "seed")),
-        ]
+        if a.dry:
+            return stress_direct.dry(a.seed, list(range(a.processes)), a.direct_problems, Path(folder)) > 0
+        names = ("seconds", "processes", "kind", "problems", "direct_problems", "seed", "keep")
+        again = [sys.executable, __file__, "--folder", folder, *(f"--{n.replace('_', '-')}={getattr(a, n)}" for n in names)]
         begin = time.monotonic()
         if subprocess.run([*again, "--quiet"]).returncode:
             print("FAILED: the quiet run")
