@@ -1,7 +1,7 @@
 """`./dev test-gpu`: every test on CUDA, the four sanitizers on small cases, a short table last, docs/gpu/last_run.json.
 
 Self-contained: needs no network and nothing but python3 with torch and pytest, a driver, and either a build or a folder
-given by --prebuilt (libqla.so and the test programs, flat or as in build/release). The time goes into the float64 reference
+given by --prebuilt (libqla.so, libqla_poison.so and the test programs, flat or as in build/release). The time goes into the float64 reference
 on the host, so everything runs side by side; timings are taken afterwards, alone. A tool that is missing is reported as
 "not available", never as passed; what the deadline cut off is listed as unfinished. Exits with 1 when a test fails, a
 sanitizer finds something, something is unfinished, or no GPU serves.

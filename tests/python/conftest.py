@@ -14,6 +14,7 @@ if importlib.util.find_spec("qla") is None:  # run from the sources
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
 from common import Device
+from poison_shared import poison_shared
 from qla import _call, _ffi
 
 
@@ -31,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and scratch begin as NaN (recipe BR-88): what is not written shows."""
+    """Outputs, scratch and shared memory begin as NaN (recipe BR-88): what is not written shows."""
     plain_empty, plain_workspace = _call._empty_of, _call._workspace
 
     def empty_of(cuda):
@@ -39,12 +40,16 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def empty(*args):
             x = allocate(*args)
-            return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(255)
+            x.fill_(float("nan")) if x.is_floating_point() else x.fill_(255)
+            poison_shared(x)  # last: what runs next is the library's
+            return x
 
         return empty
 
     def workspace(words, nbytes, cuda):
-        return plain_workspace(words, nbytes, cuda).fill_(255)
+        space = plain_workspace(words, nbytes, cuda).fill_(255)
+        poison_shared(space)
+        return space
 
     monkeypatch.setattr(_call, "_empty_of", empty_of)
     monkeypatch.setattr(_call, "_workspace", workspace)

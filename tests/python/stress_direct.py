@@ -4,7 +4,7 @@ Direct launches of one and of several rounds of items, fused calls behind plan_a
 tables chunk_intra makes or plan_segments: kinds are told apart by qla_gdn_plan, and each is drawn in its turn. A process has lines:
 some calls of random problems, prepared, each with outputs of its own. A line runs call by call or as a graph, on one of two streams:
 
-    poisoned   outputs and workspace are filled (NaN, 0xFF) by kernels right before each call
+    poisoned   outputs and workspace are filled (NaN, 0xFF) by kernels right before each call, shared memory before every other one
     fresh      .. and so are the inputs, which are then copied from others: the call begins under the end of a copy
     bare       nothing between the calls, the workspace as the one before left it
     allocated  memory from torch's allocator at every call, as the operator does it, and given back to it
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
 import torch
 
+from poison_shared import poison_shared
 from qla import _ffi
 from stress_cases import Case, arguments_of, described, draw_cases, place, rounded, shapes_of, view
 from stress_common import (
@@ -212,6 +213,8 @@ class Line:
                 inputs.copy_(call.piece)  # no kernel
             elif inputs is not None:
                 torch.mul(words(call.piece), 1, out=words(inputs))
+            if self.mode == "poisoned" and number % 2:
+                poison_shared(out)
             call.run(args, stream)
 
     def run_allocated(self, stream: int) -> None:

@@ -6,6 +6,8 @@
 #ifdef QLA_TEST_CUDA
 #include <cuda_runtime_api.h>
 
+extern "C" int qla_poison_shared(int device, void* stream);  // tests/device/poison_shared.cu
+
 namespace qla::test {
 namespace {
 
@@ -43,6 +45,18 @@ class Cuda : public Backend {
     must(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
   }
   void synchronize() const override { must(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
+  // NaN lies in shared memory when a call begins
+  qla_status forward(const qla_gdn_forward_args& args) const override {
+    poison(args.stream);
+    return Backend::forward(args);
+  }
+  qla_status backward(const qla_gdn_backward_args& args) const override {
+    poison(args.stream);
+    return Backend::backward(args);
+  }
+
+ private:
+  void poison(void* stream) const { must(cudaError_t(qla_poison_shared(device(), stream)), "qla_poison_shared"); }
 };
 
 }  // namespace
