@@ -89,6 +89,9 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       start_state(a, item, S, part);
     }
     if (first) {
+      // The third chunk's tiles come where the state lies: its loads, a thousand cycles of them by conflicts of banks, must have
+      // returned, which an arrival alone does not wait for, and be ahead of what the copies write.
+      ptx::proxy_fence();
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(sm.state_taken());
     }
