@@ -340,9 +340,14 @@ constexpr int kInverseBytes = kTileSmemBytes + FusedConfig::kExchangeBytes + 2 *
 template <typename T, bool Guarded>
 __global__ void __launch_bounds__(128) inverse(const float* l, const T* keys, float* out, float* scores, int* overflow) {
   extern __shared__ __align__(1024) uint8_t s[];
-  const uint32_t tile = ptx::shared_address(s), ex = tile + kTileSmemBytes;
+  __shared__ uint64_t all_issued;  // what the second state waits for
+  const uint32_t tile = ptx::shared_address(s), ex = tile + kTileSmemBytes, issued = ptx::shared_address(&all_issued);
   const uint32_t stage = ex + FusedConfig::kExchangeBytes;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  if (tid == 0) {
+    ptx::mbarrier_init(issued, 4);
+    ptx::mbarrier_init_fence();
+  }
   for (int i = tid; i < 1024; i += 128) ptx::sts4u(tile + 16 * i, 0, 0, 0, 0);  // the tile and the exchange memory
   for (int i = tid; i < 64 * 128; i += 128)
     *reinterpret_cast<T*>(s + (stage - tile) + i % 128 / 64 * FusedConfig::kPanelBytes + FusedConfig::kOffK +
@@ -373,11 +378,12 @@ __global__ void __launch_bounds__(128) inverse(const float* l, const T* keys, fl
   if (Guarded) {
     tril::guarded_inverse<T>(tile, ex, tid);
   } else {
-    if (warp == 3) invert_diagonals<T>(x);
+    if (warp == 3) invert_diagonals<T>(x, InvertedPlaces(x));
     ptx::proxy_fence();
     ptx::named_sync(kIntraBarrier + 1, 128);
     float acc[48];
-    poison = blocks_and_scores<T, false>(acc, x, uniform(stage), warp, x.at, kIntraBarrier + 2);
+    poison = blocks_and_scores<T, false>(acc, x, uniform(stage), warp, x.at, kIntraBarrier + 2, issued);
+    ptx::mbarrier_wait(issued, 0);
     ptx::wgmma_wait();  // the second scores' product is still under way
     for (int i = 0; i < 16; i++)
       scores[(16 * warp + lane / 4 + i / 2 % 2 * 8) * 64 + 32 + i / 4 * 8 + fragment_col(lane) + i % 2] = acc[i];

@@ -25,7 +25,7 @@ struct FusedConfig {
   static constexpr int kItemBytes = 96, kItemSlots = 2;
   static constexpr int kOffItems = kOffExchange + kExchangeBytes;
   static constexpr int kOffBarriers = kOffItems + kItemSlots * kItemBytes;
-  static constexpr int kNumBarriers = 8 * kStages + 4 + 2 * kItemSlots + 1 + kStages + 3;
+  static constexpr int kNumBarriers = 8 * kStages + 4 + 2 * kItemSlots + 1 + kStages + 5;
   static constexpr int kDirectRounds = 4;                             // items of a CTA of a direct launch
   static constexpr int kOffDirect = kOffBarriers + 8 * kNumBarriers;  // their sequences
   static constexpr int kOffV = (kOffDirect + 4 * kDirectRounds + 1023) / 1024 * 1024;

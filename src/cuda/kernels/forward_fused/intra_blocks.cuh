@@ -90,22 +90,31 @@ __device__ __forceinline__ bool fused_diagonal(float (&e)[8], const float* k, co
   const float low_step = even ? k[0] * e[0] : k[1] * e[1], high_step = even ? k[6] * e[6] : k[7] * e[7];
   return x.lane / 8 == x.lane % 4 && !(low_step <= kMostKeyStep && high_step <= kMostKeyStep);
 }
+// Where a lane of the warp that inverts finds its block and puts its rows: worked out before it waits, no branch behind.
+struct InvertedPlaces {
+  uint32_t u, first, second, diagonal;
+  __device__ __forceinline__ explicit InvertedPlaces(const IntraChunk& x) {
+    using namespace tril;
+    const uint32_t c = x.lane % 8, b = uint32_t(x.lane) / 8;
+    // The second half of a row of 32 bytes: ^ 16. T3 twice. T0: kExQ + 2048, ^ 64; T1: kExQ; T2: kExP; T3: kExP + 2048, ^ 32
+    static_assert(kExP == 0 && kExQ == 4096);
+    const uint32_t row = swizzle_128(c * 128 + 64);
+    u = x.u() + b * intra::kBlockU;
+    first = x.ex + (0x1023u >> 4 * b & 15) * 2048 + (row ^ (0x1002u >> 4 * b & 15) * 32);
+    second = b == 3 ? x.ex + kExQ + 2048 + row : first;  // the others' rows once more: without a branch
+    diagonal = x.abar + b * 2560 + swizzle_32(c * 32);
+    static_assert(tile_block<true>(1, 1) == 2560 && tile_block<true>(3, 3) == 3 * 2560);
+    asm volatile("" : "+r"(u), "+r"(first), "+r"(second), "+r"(diagonal));
+  }
+};
 // All four diagonal blocks inverted by one warp, a lane rows c and c + 8 of one: to the tile and as operands to the exchange
 // regions. Right of row c's eight columns there are standing zeros.
 template <typename T>
-__device__ __forceinline__ void invert_diagonals(const IntraChunk& x) {
+__device__ __forceinline__ void invert_diagonals(const IntraChunk& x, const InvertedPlaces& at) {
   using namespace tril;
-  const int c = x.lane % 8, b = x.lane / 8;
+  const int c = x.lane % 8;
   float low[8], high[16];
-  intra::substitute_rows(low, high, x.u() + b * intra::kBlockU, c);
-  // The second half of a row of 32 bytes: ^ 16. T3 twice.
-  const uint32_t row = swizzle_128(c * 128 + 64);
-  const uint32_t first = x.ex + (b == 0   ? kExQ + 2048 + (row ^ 64)
-                                 : b == 1 ? kExQ + row
-                                 : b == 2 ? kExP + row
-                                          : kExP + 2048 + (row ^ 32)),
-                 second = x.ex + kExQ + 2048 + row, diagonal = x.abar + b * 2560 + swizzle_32(c * 32);
-  static_assert(tile_block<true>(1, 1) == 2560 && tile_block<true>(3, 3) == 3 * 2560);
+  intra::substitute_rows(low, high, at.u, c);
   const auto put = [](auto type, uint32_t at, int further, const float* z) {
     using P = decltype(type);
     ptx::sts4u(at + further, pack<P>(z[0], z[1]), pack<P>(z[2], z[3]), pack<P>(z[4], z[5]), pack<P>(z[6], z[7]));
@@ -115,9 +124,9 @@ __device__ __forceinline__ void invert_diagonals(const IntraChunk& x) {
     put(type, at, eight_rows, high);
     put(type, at ^ 16, eight_rows, high + 8);
   };
-  put_rows_of(__half(), first, 1024);
-  if (b == 3) put_rows_of(__half(), second, 1024);
-  put_rows_of(T(), diagonal, 256);
+  put_rows_of(__half(), at.first, 1024);
+  put_rows_of(__half(), at.second, 1024);
+  put_rows_of(T(), at.diagonal, 256);
 }
 
 // (F6) block (b, w), b >= 2, of Pg diag(beta), of e = G diag(beta); both transposed
@@ -202,10 +211,12 @@ __device__ __forceinline__ bool gates_and_diagonals(const float (&acc)[48], cons
     const BlockColumns low(x, kCumOfRows<Norm>, warp - 2);
     float e[8];
     if (warp == 2) {
-      const BlockColumns next(x, kCumOfRows<Norm>, 1), high(x, kCumOfRows<Norm>, 2);
+      const BlockColumns high(x, kCumOfRows<Norm>, 2);
       grows |= fused_diagonal<Cut>(e, acc + 32, x, 0, low_cum, low_beta, low);
       grows |= fused_diagonal<Cut>(e, acc, x, 2, cum, beta, high);
       ptx::named_arrive(kIntraBarrier, 64);
+      // Loaded here and not above: else its exponentials come before the blocks that warp 3 waits for.
+      const BlockColumns next(x, kCumOfRows<Norm>, 1);
       float u[8];  // U's block (1, 0)
 #pragma unroll
       for (int i = 0; i < 8; i++) u[i] = acc[40 + i] * -(exp2_approx(next.of(i) - row_of(low_cum, i)) * row_of(low_beta, i));
@@ -215,10 +226,11 @@ __device__ __forceinline__ bool gates_and_diagonals(const float (&acc)[48], cons
     } else {
       grows |= fused_diagonal<Cut>(e, acc + 40, x, 1, low_cum, low_beta, low);
       grows |= fused_diagonal<Cut>(e, acc + 8, x, 3, cum, beta, last);
+      const InvertedPlaces places(x);
       ptx::mbarrier_wait(pair_empty, parity);
-      ptx::named_sync(kIntraBarrier, 64);
-      invert_diagonals<T>(x);
       high_pg<T, Norm, true>(acc + 24, e, x, 3, 3);
+      ptx::named_sync(kIntraBarrier, 64);
+      invert_diagonals<T>(x, places);
     }
   }
   if (warp < 3) high_block<T, Norm, 3>(acc, x, warp, cum, beta, last);

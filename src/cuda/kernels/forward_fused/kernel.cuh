@@ -29,6 +29,7 @@
 //   item_full[2]        load -> all others       1                   a work item's slot
 //   item_empty[2]       all others -> load       9                   the same
 //   turn[2]             state -> state           256 (named)         the tensor cores at the first product: the two take turns
+//   blocks_issued[2]    intra -> second state    4 (warps)           .. the second one's comes behind the block products of the same chunk
 // Written by ordinary stores and read by wgmma or a tensor store: proxy fence in every writing thread before its arrive.
 //
 // SMEM          KiB
@@ -67,27 +68,31 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
     ptx::mbarrier_init(sm.gates_ready(), 4 * Cfg::kParts);
     for (int s = 0; s < Cfg::kStages; s++) ptx::mbarrier_init(sm.normed(s), 4);
     ptx::mbarrier_init(sm.first_gates(), Cfg::kStages);
+    for (int p = 0; p < 2; p++) ptx::mbarrier_init(sm.blocks_issued(p), 4);
     ptx::mbarrier_init(sm.state_full(), 1);
     ptx::mbarrier_init(sm.state_taken(), 4 * Cfg::kParts);
     ptx::mbarrier_init_fence();
   } else if (threadIdx.x == 32) {
     for (const CUtensorMap* map : {&a.k, &a.q, &a.v, &a.o}) ptx::tensor_prefetch_map(map);
   }
-  // zeros that stay: above the diagonals of the tiles, and in the exchange memory
-  for (int i = threadIdx.x; i < (Cfg::kOffItems - Cfg::kOffPairs) / 16; i += Cfg::kThreads)
-    ptx::sts4u(sm.base + Cfg::kOffPairs + 16 * i, 0, 0, 0, 0);
-  ptx::proxy_fence();
   __syncthreads();
   const int group = threadIdx.x / 128;
   if (group == 0) {
+    const int warp = threadIdx.x / 32;
+    LoadStep step = kFirstChunk;
+    if (!Cut && a.direct) {  // before registers are given away: it would want more than are kept
+      if (threadIdx.x == 64) ask_for_boundaries(a);
+      if (warp == 0) {
+        ptx::grid_dependency_wait();
+        put_direct_sequences(a, sm, int(threadIdx.x));
+        if (known_at_once(a)) step = begin_direct(a, sm, int(threadIdx.x));
+      }
+    }
     ptx::setmaxnreg_dec<Cfg::kRegsLoad>();
-    if (!Cut && a.direct && threadIdx.x == 64) ask_for_boundaries(a);
     if (!Cut || !a.p.merging) ptx::grid_dependency_wait();
     if (a.p.asks) ptx::grid_dependency_launch();  // not sooner: what follows looks at the plan without a wait of its own
-    const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      if (!Cut && a.direct) put_direct_sequences(a, sm, int(threadIdx.x));
-      if (threadIdx.x == 0) fused_load_role<Save, Cut>(a, sm);
+      if (threadIdx.x == 0) fused_load_role<Save, Cut>(a, sm, step);
     } else if (warp == 3) {
       fused_helper_role<Cut>(a, sm);
     } else {
@@ -97,6 +102,13 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
     ptx::setmaxnreg_dec<Cfg::kRegsIntra>();
     intra_role<T, Norm, Save, Cut>(a, sm);
   } else {
+    if (!Cut && a.direct) {  // .. and before they are there
+      ptx::grid_dependency_wait();
+      direct_gates<Norm, Save>(a, sm, threadIdx.x / 32 - 8, 4 * Cfg::kParts, threadIdx.x % 32);
+      ptx::proxy_fence_global();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(sm.gates_ready());
+    }
     ptx::setmaxnreg_inc<Cfg::kRegsState>();
     fused_state_role<T, Norm, Save, Cut>(a, sm, group - 2);
   }

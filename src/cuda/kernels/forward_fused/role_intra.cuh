@@ -51,10 +51,10 @@ __device__ __forceinline__ void low_scores(float (&acc)[48], uint64_t tile) {
 // The inverse's off-diagonal blocks, by all four warps between two barriers of theirs (`barrier`: one more inside), with the next
 // chunk's first scores between its products, whose chain leaves the tensor cores idle; after it all products are done. Returns
 // whether this thread met entries that are too large (kLargest), an inf or a NaN: an operand that overflowed poisons a whole row
-// or column of a block that is looked at.
+// or column of a block that is looked at. issued: see FusedSmem::blocks_issued.
 template <typename T, bool Norm>
 __device__ __forceinline__ bool blocks_and_scores(float (&acc)[48], const IntraChunk& x, uint32_t next_stage, int warp,
-                                                  const tril::Lane& at, int barrier) {
+                                                  const tril::Lane& at, int barrier, uint32_t issued) {
   const uint32_t tile = x.abar, ex = x.ex;
   const uint64_t next = descriptor_k_major(next_stage);
   using namespace tril;
@@ -87,13 +87,19 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[48], const IntraC
     const uint32_t a10 = pack<__half>(z2[2 * i], z2[2 * i + 1]);
     ta[4 + i] = warp ? ta[4 + i] : a10;
   }
+  // Warp 2's block is an operand of the last product: it goes out and is fenced at once. What only the states read is packed here
+  // and stored behind the next product.
+  uint32_t block[4];
   if (warp == 0) {
-    store_block<T>(tile + tile_block<true>(1, 0) + at.tile, z2);
+#pragma unroll
+    for (int i = 0; i < 4; i++) block[i] = pack<T>(z2[2 * i], z2[2 * i + 1]);
     size = sum_of_sizes(z2);
   }
   if (warp == 2) {
     store_block<__half>(ex + kExP + 2048 + (at.exchange ^ 64), z2 + 8);
-    store_block<T>(tile + tile_block<true>(3, 2) + at.tile, z2 + 8);
+    ptx::proxy_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++) block[i] = pack<T>(z2[8 + 2 * i], z2[8 + 2 * i + 1]);
     size = sum_of_sizes(z2 + 8);
   }
   ptx::wgmma_fence();  // Ta^T U[0:2,2:4]
@@ -101,7 +107,9 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[48], const IntraC
   for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z3, ta + 4 * k, further(p, 32 * k), k > 0);
   ptx::wgmma_commit();
   high_scores<T, 5, 8>(acc, next);
-  if (warp == 2) ptx::proxy_fence();
+  if (warp == 0 || warp == 2)
+    ptx::stmatrix_x4_trans(tile + at.tile + (warp ? tile_block<true>(3, 2) : tile_block<true>(1, 0)), block[0], block[1],
+                           block[2], block[3]);
   ptx::wgmma_wait<1>();
   ptx::named_sync(barrier, 128);
 #pragma unroll
@@ -110,7 +118,8 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[48], const IntraC
 #pragma unroll
   for (int k = 0; k < 2; k++) wgmma_rs<__half, 0>(z2, ta + 4 * k, further(p, 64 + 32 * k), k > 0);
   ptx::wgmma_commit();
-  low_scores<T>(acc, next);  // done before the states get Abar
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(issued);  // the second state's first products come behind these
+  low_scores<T>(acc, next);                                 // done before the states get Abar
   ptx::wgmma_wait<1>();
   if (warp < 2) {
     store_block<T>(tile + tile_block<true>(2, warp) + at.tile, z2);
@@ -122,11 +131,19 @@ __device__ __forceinline__ bool blocks_and_scores(float (&acc)[48], const IntraC
 
 template <typename T, bool Norm, bool Save, bool Cut>
 __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& sm) {
+  // zeros that stay: above the diagonals of the tiles, and in the exchange memory
+#pragma unroll 1
+  for (int i = thread_in_group(); i < (FusedConfig::kOffItems - FusedConfig::kOffPairs) / 16; i += 128)
+    ptx::sts4u(sm.base + FusedConfig::kOffPairs + 16 * i, 0, 0, 0, 0);
+  ptx::proxy_fence();
+  ptx::named_sync(kIntraBarrier + 1, 128);
   tril::Lane at(threadIdx.x % 32);
   const auto tiles = sm.tiles();
   const auto pairs = sm.pairs();
   FusedWalk walk;
   float acc[48];
+  // Uniform, and so is everything of `walk`: addresses are made in uniform registers, without a reduction before the first load.
+  const int warp = int(uniform(thread_in_group() / 32));
   walk.bits =
       FusedWalk::kMark;  // a CTA's first chunk does not wait for the second one's tiles, which come late in a direct launch
   const auto alone = [&] { return walk.last() || walk.marked(); };
@@ -145,7 +162,7 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
     }
     ptx::mbarrier_wait(tiles.full(walk.stage), walk.phase());
     {
-      const uint32_t stage = uniform(sm.stage(walk.stage));
+      const uint32_t stage = sm.stage(walk.stage);
       ptx::wgmma_fence();
       high_scores<T, 0, 8>(acc, descriptor_k_major(stage));
       low_scores<T>(acc, descriptor_k_major(stage));
@@ -160,12 +177,11 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
     bool goes_on;
 #pragma unroll 1
     do {
-      const uint32_t stage = uniform(sm.stage(walk.stage));
-      const int warp = int(uniform(thread_in_group() / 32));
+      const uint32_t stage = sm.stage(walk.stage);
       asm volatile("" : "+r"(at.tile), "+r"(at.exchange));  // sums with them are not kept over a chunk
       int lane = threadIdx.x % 32;
       asm volatile("" : "+r"(lane));
-      const IntraChunk x{stage + FusedConfig::kOffVec, uniform(sm.pair(walk.pair())), sm.exchange(), a.p.scale, lane, at};
+      const IntraChunk x{stage + FusedConfig::kOffVec, sm.pair(walk.pair()), sm.exchange(), a.p.scale, lane, at};
       if constexpr (Norm) {
         ptx::named_sync(kIntraBarrier + 4, 128);
         if (thread_in_group() % 32 == 0) ptx::mbarrier_arrive(sm.normed(walk.stage));
@@ -178,10 +194,11 @@ __device__ __forceinline__ void intra_role(const FusedArgs& a, const FusedSmem& 
       // They are there or on their way: the pair was free, so the stage of two chunks ago is. Without a next chunk the products
       // are of whatever lies there, for nothing.
       if (!alone()) ptx::mbarrier_wait(tiles.full(next), walk.phase() ^ uint32_t(next == 0));
+      const uint32_t next_stage = sm.stage(next);
       ptx::proxy_fence();
       ptx::named_sync(kIntraBarrier + 1, 128);
-      const uint32_t next_stage = uniform(sm.stage(next));
-      const bool poison = blocks_and_scores<T, Norm>(acc, x, next_stage, warp, at, kIntraBarrier + 2);
+      const bool poison =
+          blocks_and_scores<T, Norm>(acc, x, next_stage, warp, at, kIntraBarrier + 2, sm.blocks_issued(walk.pair()));
       ptx::proxy_fence();
       // The states need not wait for this vote: a warp that met nothing large hands its part over before.
       const bool mine = __any_sync(~0u, poison);

@@ -54,7 +54,6 @@ __device__ __forceinline__ bool fetch_fused_item(const FusedArgs& a, const Fused
       (!a.p.initial_state.data || (a.p.has_initial_state && !a.p.has_initial_state[sequence])))
     put_field(slot, offsetof(ItemSlot, item.start), QLA_START_ZERO);
   const int batch = a.p.batch > 1 ? sequence : 0;  // dense input: a sequence is a batch row
-  put_field(slot, offsetof(ItemSlot, first), 0);
   put_field(slot, offsetof(ItemSlot, state_index), state);
   put_field(slot, offsetof(ItemSlot, skip_rows), skip_rows);
   put_field(slot, offsetof(ItemSlot, batch), batch);
@@ -88,17 +87,15 @@ __device__ __forceinline__ int next_share(const FusedArgs& a) {
 // is not asked for before the first one is there, the third one, in whose place the initial state comes, not before that has been
 // taken and the first Abar is there. In a direct launch the gate vectors are still being made; those of the first three chunks go
 // straight to their stages.
-// kBegun: the first one's tiles have been asked for.
+// kBegun: the first item's slot is written, its first tiles are asked for.
 enum LoadStep { kBegun = -1, kFirstChunk, kSecondChunk, kThirdChunk, kAnyChunk };
-// The first item's initial state comes by two copies, if it lies in one piece; behind the first tiles, or in a direct launch
-// behind them before the slot is written.
+// The first item's initial state comes by two copies, if it lies in one piece; behind the first tiles.
 __device__ __forceinline__ const float* first_state(const FusedArgs& a, uint32_t item) {
   const StateView& x = a.p.initial_state;
   return static_cast<const float*>(x.data) + slot::state_index(item) * x.stride_n + slot::v_head(item) * x.stride_h;
 }
 __device__ __forceinline__ bool in_one_piece(const StateView& x, const float* state) {
-  return x.dtype == QLA_FLOAT32 && ((x.stride_k == 128 && x.stride_v == 1) || (x.stride_k == 1 && x.stride_v == 128)) &&
-         reinterpret_cast<uintptr_t>(state) % 16 == 0;
+  return in_one_piece(x) && reinterpret_cast<uintptr_t>(state) % 16 == 0;
 }
 __device__ __forceinline__ void copy_first_state(const FusedSmem& sm, const float* from) {
   ptx::mbarrier_arrive_expect(sm.state_full(), 4 * kStateFloats);
@@ -106,62 +103,58 @@ __device__ __forceinline__ void copy_first_state(const FusedSmem& sm, const floa
   for (int half = 0; half < 2; half++)
     ptx::bulk_load(sm.first_state(half), from + half * (kStateFloats / 2), FusedConfig::kStatePart, sm.state_full());
 }
-__device__ __forceinline__ bool copy_direct_state(const FusedArgs& a, const FusedSmem& sm) {
-  const StateView& x = a.p.initial_state;
-  if (!a.plan.has_initial || !x.data || a.p.state_indices || a.p.has_initial_state) return false;
+// A direct launch's first item by the whole warp: its first tiles as soon as the boundaries are known, and its slot. None of the
+// code is in the instruction cache, so there is little of it: a lane has a copy each.
+__device__ __forceinline__ LoadStep begin_direct(const FusedArgs& a, const FusedSmem& sm, int lane) {
   const DirectItem item = direct_item(a, sm, 0);
-  const float* from = static_cast<const float*>(x.data) + item.sequence * x.stride_n + item.v_head * x.stride_h;
-  if (!in_one_piece(x, from)) return false;
-  copy_first_state(sm, from);
-  return true;
-}
-// In a direct launch the first tiles are asked for as soon as the boundaries are known; the code is short because none of it is
-// in the instruction cache. False: not here (the item may be a skipped one), or there are none.
-__device__ __forceinline__ bool first_tiles_at_once(const FusedArgs& a, const FusedSmem& sm) {
-  if (a.p.state_indices) return false;
-  const DirectItem item = direct_item(a, sm, 0);
-  const int k_head = item.v_head / (a.p.num_v_heads / a.p.num_k_heads), batch = a.p.batch > 1 ? item.sequence : 0;
-  const segments::Span span = segments::span_of(a.plan, item.sequence);
-  const int rows = int(span.eos - span.bos), row = int(span.bos) - batch * int(a.row_tokens);
-  if (rows == 0) return false;
-  const bool raw = rows < 64;
+  const DirectSpan span = direct_span(a, item.sequence);
+  if (span.rows == 0) return kFirstChunk;
+  const int batch = a.p.batch > 1 ? item.sequence : 0, row = span.bos - batch * int(a.row_tokens);
+  const bool raw = span.rows < 64;
   const uint32_t tiles = raw ? sm.raw_tiles(0) : sm.tiles().full(0), values = raw ? sm.raw_values(0) : sm.values().full(0);
-  ptx::mbarrier_arrive_expect(tiles, FusedConfig::kKqBytes);
-  ptx::mbarrier_arrive_expect(values, FusedConfig::kVBytes);
-#pragma unroll 1
-  for (int p = 0; p < 2; p++) {
-    const uint32_t panel = sm.stage(0) + p * FusedConfig::kPanelBytes;
-    ptx::tensor_load_4d(panel + FusedConfig::kOffK, &a.k, 64 * p, k_head, row, batch, tiles);
-    ptx::tensor_load_4d(panel, &a.q, 64 * p, k_head, row, batch, tiles);
-    ptx::tensor_load_4d(panel + FusedConfig::query_row(32), &a.q, 64 * p, k_head, row + 32, batch, tiles);
-    ptx::tensor_load_4d(sm.v_stage(0) + p * 8192, &a.v, 64 * p, item.v_head, row, batch, values);
+  if (lane == 0) {
+    ptx::mbarrier_arrive_expect(tiles, FusedConfig::kKqBytes);
+    ptx::mbarrier_arrive_expect(values, FusedConfig::kVBytes);
   }
-  return true;
+  __syncwarp();
+  const int which = lane / 2, p = lane % 2;  // K's panels, those of Q's first and second half, V's
+  const CUtensorMap* map = which == 0 ? &a.k : which == 3 ? &a.v : &a.q;
+  const uint32_t to = which == 3 ? sm.v_stage(0) + p * 8192
+                                 : sm.stage(0) + p * FusedConfig::kPanelBytes +
+                                       (which == 0   ? FusedConfig::kOffK
+                                        : which == 1 ? 0
+                                                     : FusedConfig::query_row(32));
+  if (lane < 8)
+    ptx::tensor_load_4d(to, map, 64 * p, which == 3 ? item.v_head : divided(item.v_head, a.by_group), row + (which == 2 ? 32 : 0),
+                        batch, which == 3 ? values : tiles);
+  if (lane == 0) {
+    put_first_slot(a, sm.slot_address(0), item, span, batch, row);
+    ptx::mbarrier_arrive(sm.items().full(0));
+  }
+  return kBegun;
 }
 template <bool Save, bool Cut>
-__device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedSmem& sm) {
+__device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedSmem& sm, int step) {
   using Cfg = FusedConfig;
   const auto tiles = sm.tiles();
   const auto values = sm.values();
   int s = 0;
   uint32_t phase = 1;  // of the empty barriers: the first round passes
   uint32_t taken = 0;
-  int step = !Cut && a.direct && first_tiles_at_once(a, sm) ? kBegun : kFirstChunk;
   for (int index = !Cut && a.p.shares ? next_share(a) : !Cut && a.direct ? 0 : blockIdx.x;;) {  // direct: of the CTA's
-    ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
     const uint32_t item = sm.slot_address(taken & 1);
-    const bool copied = !Cut && a.direct && taken == 0 && copy_direct_state(a, sm);
-    const bool valid = fetch_fused_item<Cut>(a, sm, item, index);
-    const bool whole =
-        valid && !copied && slot::start(item) == QLA_START_INITIAL && in_one_piece(a.p.initial_state, first_state(a, item));
-    if (taken == 0)
-      put_field(item, offsetof(ItemSlot, first), copied ? kFirstCopied : whole && slot::chunks(item) > 0 ? kFirstByCopy : kFirst);
-    else if (whole)
-      ptx::bulk_prefetch(first_state(a, item), 4 * kStateFloats);  // the states load it themselves, some chunks from now
-    ptx::mbarrier_arrive(sm.items().full(taken & 1));
-    if (!valid) break;
+    if (Cut || step != kBegun) {
+      ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
+      const bool valid = fetch_fused_item<Cut>(a, sm, item, index);
+      const bool whole = valid && slot::start(item) == QLA_START_INITIAL && in_one_piece(a.p.initial_state, first_state(a, item));
+      put_field(item, offsetof(ItemSlot, first), taken > 0 ? 0 : whole && slot::chunks(item) > 0 ? kFirstByCopy : kFirst);
+      if (taken > 0 && whole)
+        ptx::bulk_prefetch(first_state(a, item), 4 * kStateFloats);  // the states load it themselves, some chunks from now
+      ptx::mbarrier_arrive(sm.items().full(taken & 1));
+      if (!valid) break;
+    }
     taken++;
-    const int v_head = slot::v_head(item), k_head = v_head / (a.p.num_v_heads / a.p.num_k_heads), batch = slot::batch(item);
+    const int v_head = slot::v_head(item), k_head = divided(v_head, a.by_group), batch = slot::batch(item);
     const float* record = first_record<Save>(a, item);
     int row = slot::row(item);
 #pragma unroll 1
@@ -169,6 +162,7 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
       const bool raw = left == 1 && slot::last_rows(item) != 64;
       const bool quiet = Cut && left > slot::chunks(item) - slot::warmup(item);
       if (step == kSecondChunk) ptx::mbarrier_wait(tiles.full(0), 0);
+      if (step == kSecondChunk && slot::first(sm.slot_address(0)) == kFirstByCopy) ptx::mbarrier_wait(sm.state_full(), 0);
       if (step == kThirdChunk) {
         // cut: not where nothing was copied, a merged start is late (the CTA's first item is in slot 0, or all had done with it)
         if (!Cut || slot::first(sm.slot_address(0)) == kFirstByCopy) ptx::mbarrier_wait(sm.state_taken(), 0);
@@ -177,7 +171,7 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
       const bool by_states = !Cut && a.direct && taken == 1 && step <= kThirdChunk;
       if (!Cut && a.direct && !by_states) ptx::mbarrier_wait(sm.gates_ready(), 0);
       ptx::mbarrier_wait(tiles.empty(s), phase);
-      if (step != kBegun) {
+      if (Cut || step != kBegun) {
         const uint32_t st = sm.stage(s), bar = raw ? sm.raw_tiles(s) : tiles.full(s);
         ptx::mbarrier_arrive_expect(bar, (quiet ? Cfg::kKqBytes / 2 : Cfg::kKqBytes) + (by_states ? 0 : 4 * kFusedVecFloats));
 #pragma unroll
@@ -191,17 +185,20 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
         if (!by_states) ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
       }
       ptx::mbarrier_wait(values.empty(s), phase);
-      if (step != kBegun) {
+      if (Cut || step != kBegun) {
         const uint32_t v = sm.v_stage(s), bar = raw ? sm.raw_values(s) : values.full(s);
         ptx::mbarrier_arrive_expect(bar, Cfg::kVBytes);
 #pragma unroll
         for (int p = 0; p < 2; p++) ptx::tensor_load_4d(v + p * 8192, &a.v, 64 * p, v_head, row, batch, bar);
       }
-      if (step <= kFirstChunk && slot::first(item) == kFirstByCopy) copy_first_state(sm, first_state(a, item));
+      if (step <= kFirstChunk && slot::first(item) == kFirstByCopy) {
+        if (!Cut && a.direct) ptx::mbarrier_wait(sm.first_gates(), 0);  // raw gates are few bytes: not behind these
+        copy_first_state(sm, first_state(a, item));
+      }
       row += 64;
       record += a.p.num_v_heads * kRecordFloats<Save>;
       if (++s == Cfg::kStages) s = 0, phase ^= 1;
-      step = min(max(step, int(kFirstChunk)) + 1, int(kAnyChunk));
+      step = min((Cut ? step : max(step, int(kFirstChunk))) + 1, int(kAnyChunk));
     }
     if (!Cut && a.p.shares) {
       index = slot::segment(item);

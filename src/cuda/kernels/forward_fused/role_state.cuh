@@ -1,5 +1,9 @@
 // The fused forward's state role: the recurrence (F4)-(F9) of 64 value columns by one warpgroup. 192 registers: the state and K S
-// | Q S are accumulators of 64 registers, O takes the place of Q S.
+// | Q S are accumulators of 64 registers; Q S, scaled, is what Pg Delta is summed onto.
+//
+// The two state warpgroups and the intra role share one line of products. Each chunk the intra role's four block products depend
+// on one another, so they must not find a thousand cycles of K S, Q S before each: the second warpgroup's come behind the last of
+// them. It then runs half a chunk behind the first one, and one's products lie under the other's conversions.
 #pragma once
 
 #include "cuda/kernels/forward/role_state.cuh"
@@ -63,12 +67,6 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
   auto pass_turn = [&] { ptx::named_arrive(5 - part, 256); };
   if (part == 1) pass_turn();
   if (!Cut || !a.p.merging) ptx::grid_dependency_wait();
-  if (!Cut && a.direct) {
-    direct_gates<Norm, Save>(a, sm, 4 * part + warp, 4 * Cfg::kParts, lane);
-    ptx::proxy_fence_global();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(sm.gates_ready());
-  }
   FusedWalk walk;
   float S[2][32];
   float(&state)[64] = reinterpret_cast<float(&)[64]>(S);
@@ -78,7 +76,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
     ptx::mbarrier_wait(sm.items().full(walk.slot()), walk.slot_phase());
     if (!slot::valid(sm.slot_address(walk.slot()))) break;
     const int first = slot::first(sm.slot_address(walk.slot()));
-    if (first >= kFirstByCopy) {
+    if (first == kFirstByCopy) {
       ptx::mbarrier_wait(sm.state_full(), 0);
       take_first_state(sm, a.p.initial_state.stride_k == 1, S, part, lane);
     } else {
@@ -100,12 +98,13 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
 #pragma unroll 1
     for (; walk.more(); walk.next_chunk()) {
       const int s = walk.stage;
-      ptx::mbarrier_wait(tiles.full(s), walk.phase());
-      const uint32_t st = uniform(sm.stage(s)), abar = uniform(sm.pair(walk.pair())), vec = st + Cfg::kOffVec + lane % 4 * 8,
-                     v = sm.v_stage(s) + v_lane;
       uint32_t sf[32];
 #pragma unroll
       for (int i = 0; i < 32; i++) sf[i] = pack<T>(state[2 * i], state[2 * i + 1]);
+      ptx::pin(sf);  // packed before the waits below
+      ptx::mbarrier_wait(tiles.full(s), walk.phase());
+      const uint32_t st = uniform(sm.stage(s)), abar = uniform(sm.pair(walk.pair())), vec = st + Cfg::kOffVec + lane % 4 * 8,
+                     v = sm.v_stage(s) + v_lane;
       if constexpr (Norm) ptx::mbarrier_wait(sm.normed(s), walk.phase());  // the intra role is ahead
       const uint64_t kq = descriptor_k_major(st), k = descriptor_mn_major(st + Cfg::kOffK, Cfg::kPanelBytes),
                      tile = descriptor_k_major_32(abar);
@@ -114,6 +113,7 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
 #pragma unroll
       for (int i = 0; i < 64; i++) state[i] *= gamma_c;
       float acc[64];  // (Q S)^T of the first 32 tokens, (K S)^T, (Q S)^T of the others: the order of the rows in a stage
+      if (part == 1) ptx::mbarrier_wait(sm.blocks_issued(walk.pair()), walk.pair_phase());
       take_turn();
       ptx::wgmma_fence();
 #pragma unroll
@@ -135,6 +135,17 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
         rf[2 * n] = pack<T>(low.x - scale[n].x * ks[0], low.y - scale[n].y * ks[1]);
         rf[2 * n + 1] = pack<T>(high.x - scale[n].x * ks[2], high.y - scale[n].y * ks[3]);
       }
+      load_columns(scale, vec + kFusedQ * 4);
+      float o[32];
+#pragma unroll
+      for (int n = 0; n < 8; n++) {  // (F7) first term
+        const float* qs = acc + 4 * n + (n < 4 ? 0 : 32);
+        o[4 * n] = qs[0] * scale[n].x;
+        o[4 * n + 1] = qs[1] * scale[n].y;
+        o[4 * n + 2] = qs[2] * scale[n].x;
+        o[4 * n + 3] = qs[3] * scale[n].y;
+      }
+      ptx::pin(o);
       ptx::mbarrier_wait(sm.pairs().full(walk.pair()), walk.pair_phase());
       float delta[32];
       ptx::wgmma_fence();
@@ -145,25 +156,15 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       uint32_t ef[16], df[16];
       pack_operand<T>(df, delta);
       scaled_operand<T>(ef, delta, scale);  // (F8)
-      float o[32];
       ptx::wgmma_fence();
-      lower_product<T, 0>(o, df, further(tile, kTileSmemBytes));  // (F7) second term
+      lower_product<T, 1>(o, df, further(tile, kTileSmemBytes));  // (F7) second term
       ptx::wgmma_commit();
-      load_columns(scale, vec + kFusedQ * 4);
       ptx::wgmma_fence();
 #pragma unroll
       for (int w = 0; w < 4; w++)  // (F9) S^T += E^T K
         ptx::wgmma_rs<T, 1>(state, ef + 4 * w, advance(k, 2048 * w), 1);
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();  // o leaves under the state's product
-#pragma unroll
-      for (int n = 0; n < 8; n++) {  // (F7)
-        const float* qs = acc + 4 * n + (n < 4 ? 0 : 32);
-        o[4 * n] += qs[0] * scale[n].x;
-        o[4 * n + 1] += qs[1] * scale[n].y;
-        o[4 * n + 2] += qs[2] * scale[n].x;
-        o[4 * n + 3] += qs[3] * scale[n].y;
-      }
 #pragma unroll
       for (int j = 0; j < 4; j++)
         ptx::stmatrix_x4_trans(v + 2048 * j, pack<T>(o[8 * j], o[8 * j + 1]), pack<T>(o[8 * j + 2], o[8 * j + 3]),

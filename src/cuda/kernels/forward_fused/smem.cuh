@@ -28,14 +28,16 @@ struct FusedSmem {
   __device__ __forceinline__ uint32_t normed(int s) const { return bar(33 + s); }  // with norms
   __device__ __forceinline__ uint32_t gates_ready() const { return bar(32); }      // of a direct launch
   __device__ __forceinline__ uint32_t first_gates() const { return bar(38); }      // its first chunks'
+  // per tile pair: the inverse's products are in the tensor cores' line
+  __device__ __forceinline__ uint32_t blocks_issued(int p) const { return bar(39 + p); }
   __device__ __forceinline__ uint32_t direct_sequence(int round) const { return base + Cfg::kOffDirect + 4 * round; }
   // a CTA's first initial state: half in the place of stage 2, half in that of its V and behind it
   __device__ __forceinline__ uint32_t first_state(int half) const { return half ? v_stage(2) : stage(2); }
   __device__ __forceinline__ uint32_t state_full() const { return bar(36); }
   __device__ __forceinline__ uint32_t state_taken() const { return bar(37); }
 };
-// ItemSlot::first; copied: it has been asked for
-inline constexpr int32_t kFirst = 1, kFirstByCopy = 2, kFirstCopied = 3;
+// ItemSlot::first
+inline constexpr int32_t kFirst = 1, kFirstByCopy = 2;
 static_assert(4 * kStateFloats == 2 * FusedConfig::kStatePart);
 
 __device__ __forceinline__ void put_field(uint32_t slot, size_t offset, int x) {
