@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/jitter.cuh"
+
 namespace qla::cuda::ptx {
 
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, int count) {
@@ -12,26 +14,32 @@ __device__ __forceinline__ void mbarrier_init(uint32_t bar, int count) {
 // after the inits, before any other thread or the async proxy uses them; then a CTA (or cluster) barrier
 __device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
+  jitter();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t bar, int bytes) {
+  jitter();
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 // waits until the phase of this parity has completed: 0 for the first
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
+  jitter();
   asm volatile(
       "{.reg .pred p;\n"
       "wait: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
       "@p bra done; bra wait; done: }" ::"r"(bar),
       "r"(parity)
       : "memory");
+  jitter();
 }
 
 // named barriers 1..15 (0 is __syncthreads); threads is a multiple of 32 and counts everyone who syncs or arrives
 __device__ __forceinline__ void named_sync(int id, int threads) {
+  jitter();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void named_arrive(int id, int threads) {
+  jitter();
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

@@ -170,8 +170,10 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
       }
       const bool by_states = !Cut && a.direct && taken == 1 && step <= kThirdChunk;
       if (!Cut && a.direct && !by_states) ptx::mbarrier_wait(sm.gates_ready(), 0);
-      ptx::mbarrier_wait(tiles.empty(s), phase);
+      // Begun: not a wait that would pass at once, either. All others may have done with the stage before this thread is here, and
+      // then what it looks for has come and gone.
       if (Cut || step != kBegun) {
+        ptx::mbarrier_wait(tiles.empty(s), phase);
         const uint32_t st = sm.stage(s), bar = raw ? sm.raw_tiles(s) : tiles.full(s);
         ptx::mbarrier_arrive_expect(bar, (quiet ? Cfg::kKqBytes / 2 : Cfg::kKqBytes) + (by_states ? 0 : 4 * kFusedVecFloats));
 #pragma unroll
@@ -184,8 +186,8 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
         }
         if (!by_states) ptx::bulk_load(st + Cfg::kOffVec, record, 4 * kFusedVecFloats, bar);
       }
-      ptx::mbarrier_wait(values.empty(s), phase);
       if (Cut || step != kBegun) {
+        ptx::mbarrier_wait(values.empty(s), phase);
         const uint32_t v = sm.v_stage(s), bar = raw ? sm.raw_values(s) : values.full(s);
         ptx::mbarrier_arrive_expect(bar, Cfg::kVBytes);
 #pragma unroll
