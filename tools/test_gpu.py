@@ -1,10 +1,10 @@
 """`./dev test-gpu`: every test on CUDA, the four sanitizers on small cases, a short table last, docs/gpu/last_run.json.
 
 Self-contained: needs no network and nothing but python3 with torch and pytest, a driver, and either a build or a folder
-given by --prebuilt (libqla.so, libqla_poison.so and the test programs, flat or as in build/release). The time goes into the float64 reference
-on the host, so everything runs side by side; timings are taken afterwards, alone. A tool that is missing is reported as
-"not available", never as passed; what the deadline cut off is listed as unfinished. Exits with 1 when a test fails, a
-sanitizer finds something, something is unfinished, or no GPU serves.
+given by --prebuilt (libqla.so, libqla_poison.so and the test programs, flat or as in build/release; jitter/libqla.so, built with
+-DQLA_JITTER=ON, in it or beside it). The time goes into the float64 reference on the host, so everything runs side by side; timings
+are taken afterwards, alone. A tool that is missing is reported as "not available", never as passed; what the deadline cut off is
+listed as unfinished. Exits with 1 when a test fails, a sanitizer finds something, something is unfinished, or no GPU serves.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ SANITIZED = {
     "qla_device_test_forward_balanced": ["quick"],
     "qla_device_test_chunk_intra": ["quick"],
 }
+JITTER = "jitter"  # folder of the library whose warps pause at random (src/cuda/ptx/jitter.cuh)
 RACECHECK_SHARDS = 3  # of qla_test_op, the longest of all sanitizer runs
 ARCHIVE_SECONDS = 15.0  # between two versions of the archive: what a machine that goes away takes along
 
@@ -81,10 +82,14 @@ class Session:
         self.build = (args.prebuilt or ROOT / "build/release").resolve()
         self.logs = Path(args.out or tempfile.mkdtemp(prefix="qla-gpu-")).resolve()
         self.logs.mkdir(parents=True, exist_ok=True)
-        found = sorted(self.build.rglob("libqla.so"))
+        found = sorted(p for p in self.build.rglob("libqla.so") if p.parent.name != JITTER)
         if not found:
             sys.exit(f"test-gpu: found no libqla.so in {self.build}; run ./dev build, or give --prebuilt DIR")
         self.library = found[0]
+        places = [self.build / JITTER / "libqla.so", self.build.parent / JITTER / "libqla.so"]
+        self.jittered = next((p for p in places if p.exists()), None)
+        if self.jittered is None:
+            print(f"test-gpu: no {JITTER}/libqla.so: nothing is run with kernels that pause")
         self.environment = {
             **os.environ,
             "QLA_LIBRARY": str(self.library),
@@ -129,6 +134,26 @@ class Session:
     def device_jobs(self) -> list[Job]:
         return [Job(p.name, [str(p)], p.name) for p in self.programs(DEVICE)] if not self.args.filter else []
 
+    def jitter_jobs(self) -> list[Job]:
+        """Small cases, random ones and calls from several processes, each held to the undisturbed library's bits, with kernels that pause."""
+        if self.jittered is None or self.args.filter:
+            return []
+        library = {"QLA_LIBRARY": str(self.jittered)}
+        library["LD_LIBRARY_PATH"] = os.pathsep.join([str(self.jittered.parent), self.environment["LD_LIBRARY_PATH"]])
+        jobs = []
+        for program, chosen in (("qla_test_op", SMALL), ("qla_test_fuzz", "*Differential*")):
+            for path in self.programs(program):
+                job = self.google_job(path, f"{JITTER}.{program}", chosen, {**library, "QLA_FUZZ_CASES": "40"})
+                job.group = JITTER
+                jobs.append(job)
+        return [*jobs, self.stress_job(f"{JITTER}.stress", JITTER, ["--library", str(self.jittered)])]
+
+    def stress_job(self, name: str, group: str, more: list[str]) -> Job:
+        """Calls from several processes at a time, each held to its bits when it had the card alone. One test."""
+        command = [sys.executable, str(ROOT / "tests/python/stress_cuts.py"), "--kind", "direct", "--processes", "4"]
+        command += ["--seconds", "15", "--patience", "60", "--keep", str(self.logs / "wrong"), *more]
+        return Job(name, command, group, timeout=150.0, alone=True)
+
     def python_jobs(self) -> list[Job]:
         report = self.logs / "pytest.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -172,7 +197,8 @@ class Session:
         if only in (None, "sanitize") and not self.args.quick:
             out += self.sanitizer_jobs()
         if only in (None, "cpp"):
-            out += self.google_jobs() + self.device_jobs()
+            out += self.google_jobs() + self.device_jobs() + self.jitter_jobs()
+            out += [self.stress_job("stress", "stress", [])] if not self.args.filter else []
         return out
 
 

@@ -1,7 +1,8 @@
 """Calls under pressure, each held to the bits of a quiet first run: forced plans of cut sequences above all, other forms between them.
 
     [git apply tests/python/forced_pieces.patch; build the library; git apply -R ..]
-    python tests/python/stress_cuts.py --seconds 40 --processes 16 [--kind cuts|direct|both] [--seed N] [--keep FOLDER]
+    python tests/python/stress_cuts.py --seconds 40 --processes 16 [--kind cuts|direct|both] [--seed N] [--keep FOLDER] [--library FILE]
+        [--beside COMMAND]
     python tests/python/stress_cuts.py --dry --processes 2    # no card: that all of the direct kind is drawn, runs and sees a fault
 
 Of `--kind direct` see stress_direct.py; the rest of this is about cuts. With that patch of the planner (no kernel changes) pieces of
@@ -18,8 +19,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import math
+import os
 import random
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -409,6 +415,7 @@ def quiet_runs(a: argparse.Namespace) -> None:
 
 
 def work(a: argparse.Namespace) -> int:
+    faulthandler.register(signal.SIGUSR1)
     worker: Worker | stress_direct.Worker
     if kinds_of(a)[a.process] == "cuts":
         worker = Worker(a.seed, a.process, a.problems, a.folder)
@@ -423,6 +430,23 @@ def work(a: argparse.Namespace) -> int:
     return worker.failures > 0
 
 
+def look_at_hanging(workers: dict[int, subprocess.Popen[bytes]]) -> None:
+    """Where they are: their Python's stack, and of the first one what its warps wait at, if there is cuda-gdb. Then they end."""
+    for n, w in workers.items():
+        print(f"HANGS: process {n}", flush=True)
+        w.send_signal(signal.SIGUSR1)
+    if workers and shutil.which("cuda-gdb"):
+        time.sleep(1)  # the stacks
+        words = ["info cuda kernels", "info cuda blocks", "info cuda warps", "x/4i $pc-32"]
+        command = ["cuda-gdb", "-batch", "-p", str(next(iter(workers.values())).pid), *(w for x in words for w in ("-ex", x))]
+        try:
+            print(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout[-6000:], flush=True)
+        except subprocess.TimeoutExpired:
+            print("cuda-gdb said nothing for 30 s", flush=True)
+    for w in workers.values():
+        w.kill()
+
+
 def main() -> int:
     parse = argparse.ArgumentParser()
     parse.add_argument("--seconds", type=float, default=40)
@@ -432,6 +456,17 @@ def main() -> int:
     parse.add_argument("--direct-problems", type=int, default=24, help="of a process, direct")
     parse.add_argument("--seed", type=int, default=1)
     parse.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "qla_stress", help="folder for wrong results")
+    parse.add_argument(
+        "--library",
+        type=Path,
+        help="of the processes under pressure: one built with -DQLA_JITTER=ON, say; default that of the quiet run",
+    )
+    parse.add_argument(
+        "--beside",
+        default="",
+        help="a command that runs again and again meanwhile; a program under compute-sanitizer disturbs most",
+    )
+    parse.add_argument("--patience", type=float, default=60, help="seconds after which a process that should have ended hangs")
     parse.add_argument(
         "--dry", action="store_true", help="no card: the direct kind on the CPU backend, a planted fault at the end"
     )
@@ -454,7 +489,19 @@ def main() -> int:
             print("FAILED: the quiet run")
             return 1
         print(f"quiet run {time.monotonic() - begin:.1f} s", flush=True)
-        workers = [subprocess.Popen([*again, f"--process={n}"]) for n in range(a.processes)]
+        pressed = {**os.environ, "QLA_LIBRARY": str(a.library.resolve())} if a.library else None
+        workers = [subprocess.Popen([*again, f"--process={n}"], env=pressed) for n in range(a.processes)]
+        end, beside, times = time.monotonic() + a.seconds + a.patience, None, 0
+        while any(w.poll() is None for w in workers) and time.monotonic() < end:
+            if a.beside and (beside is None or beside.poll() is not None):
+                beside = subprocess.Popen(shlex.split(a.beside), stdout=subprocess.DEVNULL, start_new_session=True)
+                times += 1
+            time.sleep(0.1)
+        if beside is not None:
+            print(f"beside: begun {times} times, status of the last one {beside.poll()}", flush=True)
+            if beside.poll() is None:
+                os.killpg(beside.pid, signal.SIGKILL)
+        look_at_hanging({n: w for n, w in enumerate(workers) if w.poll() is None})
         failed = sum(w.wait() != 0 for w in workers)
         print(f"{failed} of {a.processes} processes with failures, {time.monotonic() - begin:.1f} s")
         return failed > 0
