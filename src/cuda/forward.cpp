@@ -280,6 +280,7 @@ ForwardParams forward_params(const Run& r) {
   f.pg = b.pg;
   f.vec = b.saved.vec;
   f.initial_state = state_view(args.initial_state, args.flags);
+  f.num_states = present(args.initial_state) ? args.initial_state.shape[0] : 0;
   f.final_state = state_view(present(args.state_indices) ? args.initial_state : args.final_state, args.flags);
   f.checkpoints = state_view(args.state_checkpoints, args.flags);
   f.h = state_view(args.h, args.flags);

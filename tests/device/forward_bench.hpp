@@ -182,6 +182,7 @@ inline int bench(const std::string& only) {
       p.pg = tp;
       p.vec = tv;
       p.initial_state = {h0, QLA_FLOAT32, int64_t(r.Hv) * 16384, 16384, 128, 1};
+      p.num_states = r.seqs;
       p.final_state = p.initial_state;
       p.final_state.data = ht;
       p.end_states = ht;

@@ -106,6 +106,22 @@ inline std::vector<Case> forward_list() {
   add({.name = "fused, fp16", .T = 1024, .bf16 = false, .fused = true});
   add({.name = "fused, tail, group 2", .T = 200, .Hv = 2, .fused = true});
   add({.name = "fused, varlen, padding", .T = 400, .lens = kTails, .Hk = 2, .Hv = 8, .h0_dtype = QLA_FLOAT32, .fused = true});
+  add({.name = "fused, varlen, V first",
+       .T = 400,
+       .lens = kTails,
+       .Hk = 2,
+       .Hv = 4,
+       .h0_dtype = QLA_FLOAT32,
+       .v_first = true,
+       .fused = true});
+  add({.name = "fused, pool, V first",
+       .T = 300,
+       .lens = kPool,
+       .Hv = 2,
+       .h0_dtype = QLA_FLOAT32,
+       .v_first = true,
+       .pool = true,
+       .fused = true});
   add({.name = "fused, varlen, one CTA",
        .T = 400,
        .lens = kTails,
@@ -165,6 +181,8 @@ inline std::vector<Case> forward_list() {
           [](Case& c) { c.h0_dtype = QLA_FLOAT32, c.warmup = 0, c.gate = 0, c.normalise = true, c.sms = 1; });
   add_cut("both, initial states", [](Case& c) { c.h0_dtype = QLA_FLOAT32, c.Hv = 4, c.mixed = true; });
   add_cut("both, three CTAs", [](Case& c) { c.h0_dtype = QLA_FLOAT32, c.Hv = 4, c.mixed = true, c.sms = 3; });
+  add_cut("both, V first, three CTAs",
+          [](Case& c) { c.h0_dtype = QLA_FLOAT32, c.v_first = true, c.Hv = 4, c.mixed = true, c.sms = 3; });
   add_cut("both, one CTA, fp16", [](Case& c) { c.Hv = 4, c.mixed = true, c.sms = 1, c.bf16 = false; });
   add_cut("tails, padding",
           [](Case& c) { c.T = 400, c.lens = kTails, c.Hk = 2, c.Hv = 8, c.gate = 1, c.segments = 2, c.mixed = true; });

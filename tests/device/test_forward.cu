@@ -279,7 +279,7 @@ static void run(const Case& c) {
   p.vec = upload(s.vec);
   p.merged = upload(merged);
   uint8_t *dh0 = upload(h0), *dht = upload(ht);
-  if (c.h0_dtype >= 0) p.initial_state = {dh0, sdt, sn, sh, sk, sv};
+  if (c.h0_dtype >= 0) p.initial_state = {dh0, sdt, sn, sh, sk, sv}, p.num_states = srows;
   p.final_state = {c.pool ? dh0 : dht, sdt, sn, sh, sk, sv};
   if (c.pool) {
     p.state_indices = upload(index);

@@ -112,7 +112,8 @@ class Call {
     p.normalise = c.normalise;
     p.scale = float(d.scale);
     const int64_t stride_k = c.v_first ? 1 : 128, stride_v = c.v_first ? 128 : 1;
-    if (c.h0_dtype >= 0) p.initial_state = {h0.get(), c.h0_dtype, c.Hv * kState, kState, stride_k, stride_v};
+    if (c.h0_dtype >= 0)
+      p.initial_state = {h0.get(), c.h0_dtype, c.Hv * kState, kState, stride_k, stride_v}, p.num_states = states;
     p.final_state = c.pool ? p.initial_state : StateView{ht.get(), QLA_FLOAT32, c.Hv * kState, kState, stride_k, stride_v};
     if (c.pool) p.state_indices = indices->get(), p.state_indices_dtype = QLA_INT64;
     if (c.has_initial) p.has_initial_state = flags->get();

@@ -69,6 +69,13 @@ cudaError_t launch_fused_of(const FusedArgs& args, int grid, cudaStream_t stream
 cudaError_t launch_fused(FusedArgs args, int grid, cudaStream_t stream) {
   args.by_v_heads = divisor_of(args.p.num_v_heads);
   args.by_group = divisor_of(args.p.num_v_heads / args.p.num_k_heads);
+  const StateView& x = args.p.initial_state;
+  if (x.data) {
+    const StateMapShape shape{
+        x.data, x.stride_n, x.stride_h, args.p.num_states, args.p.num_v_heads, FusedConfig::state_pitch(x.stride_k == 1)};
+    args.first_state = in_one_piece(x) && has_state_map(shape) ? kStateInOnePiece : kStateGiven;
+    if (args.first_state == kStateInOnePiece) args.state = make_state_map(shape, "initial_state");
+  }
   if (args.p.cut) return launch_fused_of<false, true>(args, grid, stream);
   return args.p.saved_abar ? launch_fused_of<true, false>(args, grid, stream) : launch_fused_of<false, false>(args, grid, stream);
 }
@@ -78,25 +85,17 @@ void launch_forward(const ForwardParams& p, int num_sms, cudaStream_t stream) {
   if (p.max_items == 0 && p.batch * p.tokens == 0) return;
   const ForwardArgs args = forward_args(p);
   const int grid = std::max(1, std::min(p.max_items, num_sms));
-  const cudaError_t e = p.fused                   ? launch_fused({{args}, 0, 0, 0, 0, {}, {}}, grid, stream)
+  const cudaError_t e = p.fused                   ? launch_fused({{args}, 0, 0, 0, 0, {}, {}, {}}, grid, stream)
                         : p.dtype == QLA_BFLOAT16 ? launch_forward_type<__nv_bfloat16>(args, grid, stream)
                                                   : launch_forward_type<__half>(args, grid, stream);
   check_launch(e, p, grid);
 }
 
-namespace {
-int32_t state_kind(const StateView& x, bool given) {
-  if (!given || !x.data) return 0;
-  const bool aligned = reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride_n % 4 == 0 && x.stride_h % 4 == 0;
-  return aligned && in_one_piece(x) ? kStateInOnePiece : kStateGiven;
-}
-}  // namespace
 void launch_forward_direct(const ForwardParams& p, const segments::Args& plan, const gates::Args& gates, int num_sms,
                            cudaStream_t stream) {
   const bool plain = gates.g.data && gates.g.dtype == QLA_FLOAT32 && gates.beta.dtype == QLA_FLOAT32 &&
                      !(gates.flags & (QLA_FLAG_RAW_GATE | QLA_FLAG_BETA_SIGMOID));
-  FusedArgs args{
-      {forward_args(p)}, plain ? kDirectPlain : kDirect, state_kind(p.initial_state, plan.has_initial), 0, 0, plan, gates};
+  FusedArgs args{{forward_args(p)}, plain ? kDirectPlain : kDirect, 0, 0, 0, plan, gates, {}};
   static_assert(kDirectItems == FusedConfig::kDirectRounds);
   args.p.max_items = int(plan.num_seqs) * p.num_v_heads;
   const int grid = std::min(args.p.max_items, num_sms);

@@ -42,6 +42,7 @@ struct ForwardParams {
   uint8_t* saved_abar = nullptr;
   float* saved_vec = nullptr;
   StateView initial_state, final_state;  // by sequence, or by state_indices
+  int64_t num_states = 0;                // initial ones
   StateView checkpoints, h;              // by WorkItem::checkpoint_base / chunk_base
   const void* state_indices = nullptr;   // -1: skip the sequence, o = 0
   int32_t state_indices_dtype = 0;       // QLA_INT32 or QLA_INT64

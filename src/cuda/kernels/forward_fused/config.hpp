@@ -18,7 +18,13 @@ struct FusedConfig {
   static constexpr int kKqBytes = 32768, kPanelBytes = 16384, kVBytes = 16384;
   static constexpr int kOffK = 4096;  // in a panel
   static constexpr int query_row(int row) { return row * 128 + (row < 32 ? 0 : 8192); }
-  static constexpr int kOffVec = kKqBytes, kStageBytes = kKqBytes + 3072;
+  // Floats between two rows of a CTA's first initial state in shared memory, where it lies by 64 rows: so that no two lanes of a
+  // state warp meet in a bank. It begins in stage 2 and ends behind V.
+  static constexpr int kPitchVFirst = 136, kPitchKFirst = 132;
+  static constexpr int kStatePart = 64 * 4 * kPitchVFirst;
+  static constexpr int state_pitch(bool v_first) { return v_first ? kPitchVFirst : kPitchKFirst; }
+  // gate vectors: where a first state does not come, they may be there before it is taken
+  static constexpr int kOffVec = kStatePart, kStageBytes = kOffVec + 3072;
   static constexpr int kOffPairs = kStages * kStageBytes;              // 2 x (Abar, Pg)
   static constexpr int kOffExchange = kOffPairs + 4 * kTileSmemBytes;  // of the inverse
   static constexpr int kExchangeBytes = 14336;
@@ -29,7 +35,6 @@ struct FusedConfig {
   static constexpr int kDirectRounds = 4;                             // items of a CTA of a direct launch
   static constexpr int kOffDirect = kOffBarriers + 8 * kNumBarriers;  // their sequences
   static constexpr int kOffV = (kOffDirect + 4 * kDirectRounds + 1023) / 1024 * 1024;
-  static constexpr int kStatePart = 32768;  // of a CTA's first initial state, which begins in stage 2 and ends behind V
   static constexpr int kSmemBytes = kOffV + (kStages - 1) * kVBytes + kStatePart + 1024;  // 1,024: alignment of the dynamic part
 
   static constexpr int kItemReaders = 2 * kParts + 1 + 4;  // arrivals that hand an item's slot back
@@ -37,7 +42,8 @@ struct FusedConfig {
   // setmaxnreg shares out what the launch reserved: 128 a thread. A sum above it hangs.
   static constexpr int kRegsLoad = 24, kRegsIntra = 104, kRegsState = 192;
   static_assert(kRegsLoad + kRegsIntra + kParts * kRegsState <= 512);
-  static_assert(kStages == 3 && kStatePart <= kOffVec && kStatePart >= kVBytes && kSmemBytes <= 232448);
+  static_assert(kStages == 3 && kOffVec >= kKqBytes && kStatePart >= kVBytes && kSmemBytes <= 232448);
+  static_assert(kPitchKFirst <= kPitchVFirst);
   static_assert(kStageBytes % 1024 == 0);
 };
 

@@ -33,11 +33,11 @@
 // Written by ordinary stores and read by wgmma or a tensor store: proxy fence in every writing thread before its arrive.
 //
 // SMEM          KiB
-//   K, Q        3 x 35     rows of Q, K, Q (config.hpp) in each of two 64-column panels | cumulated gate, beta, gamma, q_scale, e_scale (rk, q)
+//   K, Q        3 x 37     rows of Q, K, Q (config.hpp) in each of two 64-column panels | 2 free | cumulated gate, beta, gamma, q_scale, e_scale (rk, q)
 //   Abar, Pg    2 x 16     lower blocks under standing zeros, 32-byte swizzle (formats.hpp)
 //   exchange    14         the inverse's operands (math/tril_inverse.cuh)
 //   V           3 x 16     O takes its place
-//   state       16         the last quarter of a CTA's first initial state
+//   state       18         the last quarter of a CTA's first initial state, whose rows lie apart
 // clang-format on
 //
 // Tail: rows past the end in a sequence's last chunk belong to others or are padding (NaN perhaps): zeroed in K, Q, V before use;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(FusedConfig::kThreads, 1) gdn_forward_fused(co
     ptx::mbarrier_init(sm.state_taken(), 4 * Cfg::kParts);
     ptx::mbarrier_init_fence();
   } else if (threadIdx.x == 32) {
-    for (const CUtensorMap* map : {&a.k, &a.q, &a.v, &a.o}) ptx::tensor_prefetch_map(map);
+    for (const CUtensorMap* map : {&a.k, &a.q, &a.v, &a.o, &a.state}) ptx::tensor_prefetch_map(map);
   }
   __syncthreads();
   const int group = threadIdx.x / 128;

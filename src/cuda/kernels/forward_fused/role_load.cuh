@@ -89,19 +89,18 @@ __device__ __forceinline__ int next_share(const FusedArgs& a) {
 // straight to their stages.
 // kBegun: the first item's slot is written, its first tiles are asked for.
 enum LoadStep { kBegun = -1, kFirstChunk, kSecondChunk, kThirdChunk, kAnyChunk };
-// The first item's initial state comes by two copies, if it lies in one piece; behind the first tiles.
-__device__ __forceinline__ const float* first_state(const FusedArgs& a, uint32_t item) {
+__device__ __forceinline__ const float* initial_state(const FusedArgs& a, uint32_t item) {
   const StateView& x = a.p.initial_state;
   return static_cast<const float*>(x.data) + slot::state_index(item) * x.stride_n + slot::v_head(item) * x.stride_h;
 }
-__device__ __forceinline__ bool in_one_piece(const StateView& x, const float* state) {
-  return in_one_piece(x) && reinterpret_cast<uintptr_t>(state) % 16 == 0;
-}
-__device__ __forceinline__ void copy_first_state(const FusedSmem& sm, const float* from) {
-  ptx::mbarrier_arrive_expect(sm.state_full(), 4 * kStateFloats);
+// The first item's comes by two copies, if it lies in one piece; behind the first tiles.
+__device__ __forceinline__ void copy_first_state(const FusedArgs& a, const FusedSmem& sm, uint32_t item) {
+  using Cfg = FusedConfig;
+  ptx::mbarrier_arrive_expect(sm.state_full(), 2 * 64 * 4 * Cfg::state_pitch(a.p.initial_state.stride_k == 1));
 #pragma unroll
   for (int half = 0; half < 2; half++)
-    ptx::bulk_load(sm.first_state(half), from + half * (kStateFloats / 2), FusedConfig::kStatePart, sm.state_full());
+    ptx::tensor_load_4d(sm.first_state(half), &a.state, 0, 64 * half, slot::v_head(item), slot::state_index(item),
+                        sm.state_full());
 }
 // A direct launch's first item by the whole warp: its first tiles as soon as the boundaries are known, and its slot. None of the
 // code is in the instruction cache, so there is little of it: a lane has a copy each.
@@ -146,10 +145,10 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
     if (Cut || step != kBegun) {
       ptx::mbarrier_wait(sm.items().empty(taken & 1), (taken >> 1 & 1) ^ 1);
       const bool valid = fetch_fused_item<Cut>(a, sm, item, index);
-      const bool whole = valid && slot::start(item) == QLA_START_INITIAL && in_one_piece(a.p.initial_state, first_state(a, item));
+      const bool whole = valid && slot::start(item) == QLA_START_INITIAL && a.first_state == kStateInOnePiece;
       put_field(item, offsetof(ItemSlot, first), taken > 0 ? 0 : whole && slot::chunks(item) > 0 ? kFirstByCopy : kFirst);
       if (taken > 0 && whole)
-        ptx::bulk_prefetch(first_state(a, item), 4 * kStateFloats);  // the states load it themselves, some chunks from now
+        ptx::bulk_prefetch(initial_state(a, item), 4 * kStateFloats);  // the states load it themselves, some chunks from now
       ptx::mbarrier_arrive(sm.items().full(taken & 1));
       if (!valid) break;
     }
@@ -195,7 +194,7 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
       }
       if (step <= kFirstChunk && slot::first(item) == kFirstByCopy) {
         if (!Cut && a.direct) ptx::mbarrier_wait(sm.first_gates(), 0);  // raw gates are few bytes: not behind these
-        copy_first_state(sm, first_state(a, item));
+        copy_first_state(a, sm, item);
       }
       row += 64;
       record += a.p.num_v_heads * kRecordFloats<Save>;

@@ -12,22 +12,24 @@
 
 namespace qla::cuda {
 
-// The initial state that was copied to shared memory, [K][V] or [V][K]. Loaded from global memory by every thread it would hold
-// up the intra role's shared memory: 2,000 sectors wait in the same queue.
+// The initial state that was copied to shared memory, [K][V] or [V][K], its rows apart so that no lanes meet in a bank. Loaded
+// from global memory by every thread it would hold up the intra role's shared memory: 2,000 sectors wait in the same queue.
 __device__ __forceinline__ void take_first_state(const FusedSmem& sm, bool v_first, float (&S)[2][32], int part, int lane) {
   const int v = thread_in_group() / 32 * 16 + lane / 4, k = lane % 4 * 2;
   if (v_first) {
-    const uint32_t at = sm.first_state(part) + (v * 128 + k) * 4;
+    constexpr int kPitch = FusedConfig::kPitchVFirst;
+    const uint32_t at = sm.first_state(part) + (v * kPitch + k) * 4;
 #pragma unroll
     for (int i = 0; i < 64; i += 2) {
-      const float2 x = ptx::lds2(at + (8 * (i / 4) + i / 2 % 2 * 8 * 128) * 4);
+      const float2 x = ptx::lds2(at + (8 * (i / 4) + i / 2 % 2 * 8 * kPitch) * 4);
       S[i / 32][i % 32] = x.x, S[i / 32][i % 32 + 1] = x.y;
     }
   } else {
-    const uint32_t at = (k * 128 + 64 * part + v) * 4;
+    constexpr int kPitch = FusedConfig::kPitchKFirst;
+    const uint32_t at = (k * kPitch + 64 * part + v) * 4;
 #pragma unroll
     for (int i = 0; i < 64; i++)
-      S[i / 32][i % 32] = ptx::lds(sm.first_state(i / 32) + at + ((8 * (i % 32 / 4) + i % 2) * 128 + i / 2 % 2 * 8) * 4);
+      S[i / 32][i % 32] = ptx::lds(sm.first_state(i / 32) + at + ((8 * (i % 32 / 4) + i % 2) * kPitch + i / 2 % 2 * 8) * 4);
   }
 }
 
@@ -87,8 +89,8 @@ __device__ __forceinline__ void fused_state_role(const FusedArgs& a, const Fused
       start_state(a, item, S, part);
     }
     if (first) {
-      // The third chunk's tiles come where the state lies: its loads, a thousand cycles of them by conflicts of banks, must have
-      // returned, which an arrival alone does not wait for, and be ahead of what the copies write.
+      // The third chunk's tiles come where the state lies: its loads must have returned, which an arrival alone does not wait
+      // for, and be ahead of what the copies write.
       ptx::proxy_fence();
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(sm.state_taken());

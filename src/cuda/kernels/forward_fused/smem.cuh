@@ -38,7 +38,6 @@ struct FusedSmem {
 };
 // ItemSlot::first
 inline constexpr int32_t kFirst = 1, kFirstByCopy = 2;
-static_assert(4 * kStateFloats == 2 * FusedConfig::kStatePart);
 
 __device__ __forceinline__ void put_field(uint32_t slot, size_t offset, int x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(slot + uint32_t(offset)), "r"(x) : "memory");

@@ -10,9 +10,9 @@ namespace qla::cuda {
 // FusedArgs::direct: no kernel has been before, the item comes from the boundaries in `plan` and its gate vectors by `gates`
 inline constexpr int32_t kDirect = 1, kDirectPlain = 2;  // plain: fp32 gate and beta, to be taken as they are
 
-// 0: there is none; in one piece: fp32, and a bulk copy can load it
+// 0: there is none; in one piece: fp32, and tensor copies can load it (FusedArgs::state)
 inline constexpr int32_t kStateGiven = 1, kStateInOnePiece = 2;
-constexpr bool in_one_piece(const StateView& x) {  // if it begins at a multiple of 16 bytes
+constexpr bool in_one_piece(const StateView& x) {
   return x.dtype == QLA_FLOAT32 && ((x.stride_k == 128 && x.stride_v == 1) || (x.stride_k == 1 && x.stride_v == 128));
 }
 
@@ -25,10 +25,11 @@ __device__ __forceinline__ int divided(int x, uint32_t by) { return by ? int(__u
 
 struct FusedArgs : ForwardArgs {
   int32_t direct;
-  int32_t first_state;            // direct: kState* of all initial states
+  int32_t first_state;            // kState* of all initial states
   uint32_t by_v_heads, by_group;  // divisor_of() the value heads and those of a query/key head
   segments::Args plan;            // boundaries and sizes
   gates::Args gates;
+  CUtensorMap state;  // initial states, if they are in one piece: 64 rows a copy, each padded (FusedConfig::state_pitch())
 };
 
 template <typename T, bool Norm, bool Save, bool Cut>
