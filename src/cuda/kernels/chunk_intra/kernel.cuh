@@ -459,8 +459,6 @@ __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t tile = smem + kSmemAbar + warp * kTileBytes, raw = smem + kSmemRaw + warp * 1024;
   int head = warp;  // of the item's heads this warp has this one; beyond its last: none
-  bool first_sum = true;
-  const bool sums = Gated && a.decay && ptx::lds(smem + kSmemSums) != 0.f;
   if (head < s_item[0].heads) load_gates<Gated>(raw, a, s_item[0], head, lane);
 #pragma unroll 1
   for (int n = 0;; n++) {
@@ -483,9 +481,10 @@ __device__ __forceinline__ void inverse_role(const Args& a, const Item* s_item, 
     if (mine) {
       const uint32_t kk = smem + fragments(WithPg, place);
       if (Gated && a.vec) put_record(smem + kSmemNorm + place * 512, vec, a, it, head, lane);
-      if (sums) {
-        if (a.early && first_sum) ptx::grid_dependency_wait();  // plan_few has marked all sums as missing
-        first_sum = false;
+      // Looked up, not held: 128 registers are all in use. The word is read only in calls that may spare the sums.
+      if (Gated && a.decay && !(a.spares_sums && ptx::lds(smem + kSmemSums) == 0.f)) {
+        // plan_few has marked all sums as missing. Heads go to the four warps in turn: a warp's first one is of these items.
+        if (a.early && n < 4) ptx::grid_dependency_wait();
         put_decay(kk, vec, a, it, head, lane);
       }
       wait_for_tile(lane);
