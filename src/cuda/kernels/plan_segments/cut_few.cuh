@@ -300,11 +300,8 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
     for (int i = threadIdx.x; i < 2 * kBuckets; i += threads) (&s.bucket[0][0])[i] = 0;
     s.merged[threadIdx.x] = 0;
     s.merging[threadIdx.x] = 0;
-    if (rehearses)
-      make_up_sums(a, s_decay);
-    else
-      gather_sums(a, s, s_decay);
-    __syncthreads();
+    // While the sums are still to come: a division and loads whose code is in no cache yet. The segment itself comes behind them,
+    // for want of registers.
     const int32_t unit = int32_t(threadIdx.x);
     FewUnit u{a, s, s_decay, heads, 0, 0, 0, 0, 0, 0, 0, false};
     bool mine = unit < s.places * heads;
@@ -312,8 +309,13 @@ __global__ void __launch_bounds__(kFewUnits, 1) cut_few(const __grid_constant__ 
       u.place = int32_t(uint32_t(unit) / uint32_t(heads));
       u.head = unit - u.place * heads;
       u.sequence = s.sequence_of[u.place];
-      u.find();
     }
+    if (rehearses)
+      make_up_sums(a, s_decay);
+    else
+      gather_sums(a, s, s_decay);
+    __syncthreads();
+    if (mine) u.find();
     if (mine && !u.is_last()) s.sum[unit] = u.sum();
     __syncthreads();
     qla::plan::BasicStart<int32_t> start{QLA_START_ZERO, 0};
