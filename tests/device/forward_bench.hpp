@@ -5,6 +5,7 @@
 #include "cuda/kernels/forward/launch.hpp"
 #include "cuda/kernels/plan_segments/launch.hpp"
 #include "forward_cases.hpp"
+#include "plan/model.hpp"
 
 namespace fwdtest {
 
@@ -256,7 +257,7 @@ inline int bench(const std::string& only) {
       all /= many;
     }
     float call_ms = 0, direct_ms = 0;  // whole calls, sustained
-    const bool fits = int(items.size()) <= kDirectItems * sms && !r.segment;
+    const bool fits = int(items.size()) <= qla::plan::kDirectRounds * sms && !r.segment;
     float* clock_mhz;
     CUDA_OK(cudaMalloc(&clock_mhz, 4));
     read_clock<<<1, 1>>>(clock_mhz);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/kernels/forward/launch.hpp"
+#include "plan/model.hpp"
 #include "qla/qla.h"
 
 namespace fwdtest {
@@ -222,7 +223,7 @@ inline std::vector<Case> forward_list() {
     c.name += ", direct";
     c.direct = true;
     add(c);
-    if (items == 1 || seqs > qla::cuda::kDirectSequences) continue;
+    if (items == 1 || seqs > qla::plan::kDirectSequences) continue;
     c.sms = int(items > 4 ? (items + 2) / 3 : 1);  // .. and where a CTA has three or four
     c.name += ", " + std::to_string(c.sms) + " CTAs";
     add(c);

@@ -10,6 +10,7 @@
 #include "cuda/kernels/forward_fused/config.hpp"
 #include "cuda/kernels/forward_fused/variants.hpp"
 #include "cuda/tensor_map.hpp"
+#include "plan/model.hpp"
 
 namespace qla::cuda {
 namespace {
@@ -96,7 +97,7 @@ void launch_forward_direct(const ForwardParams& p, const segments::Args& plan, c
   const bool plain = gates.g.data && gates.g.dtype == QLA_FLOAT32 && gates.beta.dtype == QLA_FLOAT32 &&
                      !(gates.flags & (QLA_FLAG_RAW_GATE | QLA_FLAG_BETA_SIGMOID));
   FusedArgs args{{forward_args(p)}, plain ? kDirectPlain : kDirect, 0, 0, 0, plan, gates, {}};
-  static_assert(kDirectItems == FusedConfig::kDirectRounds);
+  static_assert(plan::kDirectRounds == FusedConfig::kDirectRounds);
   args.p.max_items = int(plan.num_seqs) * p.num_v_heads;
   const int grid = std::min(args.p.max_items, num_sms);
   check_launch(launch_fused(args, grid, stream), p, grid);

@@ -67,15 +67,14 @@ struct ForwardParams {
 
 void prepare_forward();  // attributes, once a device
 void launch_forward(const ForwardParams& params, int num_sms, cudaStream_t stream);
-// The fused form of an uncut call of at most kDirectItems items a multiprocessor, and of kDirectSequences sequences where it is
-// more than one: nothing goes before it. params.vec: room for the gate vectors; plan and items are not used.
+// The fused form of an uncut call of at most plan::kDirectRounds items a multiprocessor, and of plan::kDirectSequences sequences
+// where it is more than one: nothing goes before it. params.vec: room for the gate vectors; plan and items are not used.
 namespace segments {
 struct Args;
 }
 namespace gates {
 struct Args;
 }
-inline constexpr int kDirectItems = 4, kDirectSequences = 32;
 void launch_forward_direct(const ForwardParams& params, const segments::Args& plan, const gates::Args& gates, int num_sms,
                            cudaStream_t stream);
 
