@@ -195,8 +195,6 @@ segments::CutArgs cut_args(const Run& r) {
   a.rule = r.plan.choice.rule;
   a.decay = b.saved.decay;
   a.beside = cuts_beside(r);
-  constexpr double kRehearsalUs = 20.0;  // beside chunk_intra, from the beginning of cut_few
-  a.rehearses = a.beside && intra::grid_of(intra_args(r), r.device.multiprocessors).us_beside >= kRehearsalUs;
   a.need_bases = present(r.args.h) || present(r.args.state_checkpoints);
   a.most_states = int32_t(counts.end_states);
   a.most_units = int32_t(counts.units);
@@ -394,7 +392,6 @@ bool plans_inside(const Run& r) {
 // Whether a fused call needs nothing from a kernel before it (plan::direct_launch). The gate vectors are made by the item's own
 // CTA before its first chunk: not of long sequences, whose vectors the whole card makes sooner.
 bool direct_fused(const Run& r) {
-  static_assert(plan::kDirectRounds == kDirectItems && plan::kDirectSequences == kDirectSequences);
   const int64_t seqs = r.p.num_seqs, heads = r.p.num_v_heads;
   return r.plan.choice.fused && !r.plan.counts.cut && !r.plan.counts.balanced_shares && !outputs_of_intra(r.args) &&
          seqs * heads > 0 && r.p.total_tokens() > 0 &&
@@ -411,6 +408,7 @@ void run_range(const Run& r) {
     return;
   }
   const bool inside = plans_inside(r);
+  bool rehearses = false;                                              // cut_few, beside chunk_intra
   const bool waits = !counts.cut && !counts.both && r.p.num_seqs > 1;  // each kernel, ahead of its first look at memory
   // Items of an uncut run; where something is cut they are written anew when the gates are known.
   if (counts.balanced_shares)
@@ -427,14 +425,14 @@ void run_range(const Run& r) {
     intra.makes_plan = inside;
     intra.direct = !inside && r.p.num_seqs == 1 && counts.ranges == 1;
     intra.ahead = cuts_beside(r) && r.p.num_seqs > 1 && counts.ranges == 1;  // plan_few is launched in stream order
-    intra.spares_sums = intra.ahead && !present(r.args.saved);
-    intra.early = intra.direct || intra.ahead;
+    rehearses = intra::grid_of(intra, multiprocessors).rehearses;
     check_cuda(intra::launch(r.p.dtype, map_k, map_q, intra, multiprocessors, !inside || waits, r.stream), "chunk_intra");
     make_outputs(r, map_k);
   }
   ForwardParams params = forward_params(r);
   if (counts.cut) {
     segments::CutArgs cut = cut_args(r);
+    cut.rehearses = rehearses;
     check_cuda(segments::launch_cut(cut, r.stream), "cut_items");
     if (!counts.fused && counts.uncut_items > 0) launch_forward(uncut_params(params, r), multiprocessors, r.stream);
     if (counts.fused && r.p.total_tokens() > 0) {  // all that the pre-pass needs and the main pass makes for itself

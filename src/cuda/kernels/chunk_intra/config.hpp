@@ -28,9 +28,9 @@ struct Args {
   int32_t per;                    // value heads of an item, at most kHeads: ceil(group / parts)
   int32_t step_slots, step_rest;  // the grid's size in slots and items of one: set by the launch
   int32_t late_slot, late_rest;   // from this item on the grid's last CTA has none: set by the launch
-  int32_t early;   // 1: all it reads is there when it starts; it waits for the kernels before it when it has done its work
-  int32_t direct;  // 1: one sequence, chunks are found from its boundaries in `plan`; the chunk table is not read
+  int32_t direct;                 // 1: one sequence, chunks are found from its boundaries in `plan`; the chunk table is not read
   int32_t ahead;   // 1: a CTA's first two chunks are found from boundaries; it waits for the chunk table behind them
+  int32_t early;   // direct or ahead: set by the launch. It waits for the kernels before it when its work is done
   int32_t asks;    // 1: the fused form is in the call, too, and came before; nothing to do where `plan`'s header has no items
   uint32_t flags;  // QLA_FLAG_QK_L2NORM, RAW_GATE, BETA_SIGMOID, NEG_EIGVAL
   float scale;
@@ -42,7 +42,7 @@ struct Args {
   int32_t vec_backward;  // 1: part B of the records, too
   const int32_t* until;  // [sequence][HV] Abar and vectors of slots before this one alone (no Pg, no decay); nullptr: of all
   float* decay;          // [slot][HV] sum of ghat (C4) over the chunk, or nullptr; NaN where k, g or beta is not finite
-  int32_t spares_sums;   // 1 (ahead): none where nothing is cut
+  int32_t spares_sums;   // 1 (ahead, and nothing is left for backward): none where nothing is cut: set by the launch
   void* a_inv;           // the ungated form only: (F2) [B, T, HV, 64] in q's dtype, any strides
   int64_t a_inv_stride[4];
 };
@@ -58,12 +58,13 @@ struct Grid {
   // Where cut_few is to make the cut beside this kernel (Args::plan.sums) it needs a place, and there is one when a CTA leaves:
   // so the last one has so many rounds fewer than the others, where none of them has more by that.
   int64_t rounds_fewer = 0;
-  double us_beside = 0;  // about, from its leaving to the end
+  bool rehearses = false;  // .. and there is time for cut_few to rehearse, from its leaving to the end
 
   int64_t late_from() const { return rounds_fewer > 0 ? ((items + ctas - 1) / ctas - 1 - rounds_fewer) * ctas : items; }
 };
 inline Grid grid_of(const Args& args, int multiprocessors) {
-  constexpr double kEnoughUs = 50.0;  // from the beginning of cut_few, three times over, where its code and its loads are slowest
+  // From the beginning of cut_few: three times over what it takes where its code and its loads are slowest, and for a rehearsal.
+  constexpr double kEnoughUs = 50.0, kRehearsalUs = 20.0;
   const int64_t places = int64_t(multiprocessors) * kCtasPerSm;
   Grid grid;
   grid.items = int64_t(args.slots) * args.num_k_heads * args.parts;
@@ -73,7 +74,7 @@ inline Grid grid_of(const Args& args, int multiprocessors) {
                 enough = int64_t(kEnoughUs / round_us(args.per)), fewer = rounds - 1 < enough ? rounds - 1 : enough;
   if (in_last + fewer >= grid.ctas) return grid;
   grid.rounds_fewer = fewer;
-  grid.us_beside = double(fewer + 1) * round_us(args.per);
+  grid.rehearses = double(fewer + 1) * round_us(args.per) >= kRehearsalUs;
   return grid;
 }
 

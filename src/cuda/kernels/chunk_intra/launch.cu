@@ -25,6 +25,8 @@ cudaError_t start(const CUtensorMap& map_k, const CUtensorMap& map_q, const Args
   Args sized = args;
   sized.step_slots = int32_t(ctas / per_slot);
   sized.step_rest = int32_t(ctas % per_slot);
+  sized.early = args.direct || args.ahead;
+  sized.spares_sums = args.ahead && !args.vec_backward;
   sized.late_slot = int32_t(late / per_slot);
   sized.late_rest = int32_t(late % per_slot);
   return launch_dependent(chunk_intra<T, WithPg, Gated>, unsigned(ctas + args.makes_plan), kThreads, kSmemBytes, dependent,
