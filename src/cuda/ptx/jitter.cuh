@@ -5,8 +5,9 @@
 
 namespace qla::cuda::ptx {
 
-// Built with QLA_JITTER (tests alone): a warp pauses here every now and then, up to 8 us and rarely up to 260. Whatever the roles of
-// a kernel expect of each other's speed breaks then: a phase that passes by while nobody looks, a reader that was thought far behind.
+// Built with QLA_JITTER (tests alone): a warp pauses here every now and then, up to 8 us and rarely up to 260. Whatever the roles
+// of a kernel expect of each other's speed breaks then: a phase that passes by while nobody looks, a reader that was thought far
+// behind.
 __device__ __forceinline__ void jitter() {
 #ifdef QLA_JITTER
   uint32_t x;

@@ -169,8 +169,8 @@ __device__ __forceinline__ void fused_load_role(const FusedArgs& a, const FusedS
       }
       const bool by_states = !Cut && a.direct && taken == 1 && step <= kThirdChunk;
       if (!Cut && a.direct && !by_states) ptx::mbarrier_wait(sm.gates_ready(), 0);
-      // Begun: not a wait that would pass at once, either. All others may have done with the stage before this thread is here, and
-      // then what it looks for has come and gone.
+      // Begun: not a wait that would pass at once, either. All others may have done with the stage before this thread is here,
+      // and then what it looks for has come and gone.
       if (Cut || step != kBegun) {
         ptx::mbarrier_wait(tiles.empty(s), phase);
         const uint32_t st = sm.stage(s), bar = raw ? sm.raw_tiles(s) : tiles.full(s);
