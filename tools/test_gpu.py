@@ -19,6 +19,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from count_tests import count_cases, parse
@@ -146,13 +147,14 @@ class Session:
                 job = self.google_job(path, f"{JITTER}.{program}", chosen, {**library, "QLA_FUZZ_CASES": "40"})
                 job.group = JITTER
                 jobs.append(job)
-        return [*jobs, self.stress_job(f"{JITTER}.stress", JITTER, ["--library", str(self.jittered)])]
+        return [*jobs, *self.stress_jobs(f"{JITTER}.", ["--library", str(self.jittered)])]
 
-    def stress_job(self, name: str, group: str, more: list[str]) -> Job:
-        """Calls from several processes at a time, each held to its bits when it had the card alone. One test."""
-        command = [sys.executable, str(ROOT / "tests/python/stress_cuts.py"), "--kind", "direct", "--processes", "4"]
-        command += ["--seconds", "15", "--patience", "60", "--keep", str(self.logs / "wrong"), *more]
-        return Job(name, command, group, timeout=150.0, alone=True)
+    def stress_jobs(self, prefix: str = "", more: Sequence[str] = ()) -> list[Job]:
+        """Calls and training steps from several processes at a time, each held to a first run's bits: one test each."""
+        command = [sys.executable, str(ROOT / "tests/python/stress_cuts.py"), "--seconds", "15", "--patience", "60"]
+        command += ["--processes", "3", "--keep", str(self.logs / "wrong"), *more]
+        kinds = ("direct", "steps")
+        return [Job(f"{prefix}stress.{k}", [*command, "--kind", k], f"{prefix}stress", timeout=150.0, alone=True) for k in kinds]
 
     def python_jobs(self) -> list[Job]:
         report = self.logs / "pytest.xml"
@@ -198,7 +200,7 @@ class Session:
             out += self.sanitizer_jobs()
         if only in (None, "cpp"):
             out += self.google_jobs() + self.device_jobs() + self.jitter_jobs()
-            out += [self.stress_job("stress", "stress", [])] if not self.args.filter else []
+            out += self.stress_jobs() if not self.args.filter else []
         return out
 
 

@@ -1,18 +1,18 @@
 """Calls under pressure, each held to the bits of a quiet first run: forced plans of cut sequences above all, other forms between them.
 
     [git apply tests/python/forced_pieces.patch; build the library; git apply -R ..]
-    python tests/python/stress_cuts.py --seconds 40 --processes 16 [--kind cuts|direct|both] [--seed N] [--keep FOLDER] [--library FILE]
+    python tests/python/stress_cuts.py --seconds 40 --processes 16 [--kind cuts|direct|steps|both] [--seed N] [--keep FOLDER] [--library FILE]
         [--beside COMMAND]
     python tests/python/stress_cuts.py --dry --processes 2    # no card: that all of the direct kind is drawn, runs and sees a fault
 
-Of `--kind direct` see stress_direct.py; the rest of this is about cuts. With that patch of the planner (no kernel changes) pieces of
-the pre-pass and segments of merging heads are drawn, too; without it they are the planner's. Not a test of the suite: it looks for
-faults of timing that come once in some ten thousand calls. One process makes the quiet results (checksums) of all problems, cut and
-uncut. Then so many processes share the card. Each has some problems, one workspace for all of them and a second stream on which a
-graph of other work runs. Rounds are of two kinds: one call after the other, the workspace filled with NaN, garbage or what another
-problem left, everything looked at after each; or a chain of calls with nothing between them.
-A result that differs is reported with where it lies (sequence, head, chunk, segment, columns), and where calls were looked at one by one
-with which part of the workspace differs from that of a good run.
+Of `--kind direct` see stress_direct.py, of `steps`, forward and backward, stress_steps.py; the rest of this is about cuts.
+With that patch of the planner (no kernel changes) pieces of the pre-pass and segments of merging heads are drawn, too; without it
+they are the planner's. Not a test of the suite: it looks for faults of timing that come once in some ten thousand calls. One process
+makes the quiet results (checksums) of all problems, cut and uncut. Then so many processes share the card. Each has some problems, one
+workspace for all of them and a second stream on which a graph of other work runs. Rounds are of two kinds: one call after the other,
+the workspace filled with NaN, garbage or what another problem left, everything looked at after each; or a chain of calls with nothing
+between them. A result that differs is reported with where it lies (sequence, head, chunk, segment, columns), and where calls were
+looked at one by one with which part of the workspace differs from that of a good run.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 import stress_direct
+import stress_steps
 from qla import _ffi
 from qla.planview import shape_only
 from stress_common import (
@@ -412,13 +413,18 @@ def quiet_runs(a: argparse.Namespace) -> None:
     if "direct" in kinds.values():
         direct = [n for n, kind in kinds.items() if kind == "direct"]
         stress_direct.quiet(a.seed, direct, a.direct_problems, a.folder)
+    if "steps" in kinds.values():
+        stress_steps.quiet(a.seed, [n for n, kind in kinds.items() if kind == "steps"], a.problems, a.folder)
 
 
 def work(a: argparse.Namespace) -> int:
     faulthandler.register(signal.SIGUSR1)
-    worker: Worker | stress_direct.Worker
-    if kinds_of(a)[a.process] == "cuts":
+    worker: Worker | stress_direct.Worker | stress_steps.Worker
+    kind = kinds_of(a)[a.process]
+    if kind == "cuts":
         worker = Worker(a.seed, a.process, a.problems, a.folder)
+    elif kind == "steps":
+        worker = stress_steps.Worker(a.seed, a.process, a.folder)
     else:
         worker = stress_direct.Worker(a.seed, a.process, a.folder, a.keep)
     print(f"process {a.process} ready, {len(worker.calls)} problems, first runs {worker.failures} failures", flush=True)
@@ -451,8 +457,8 @@ def main() -> int:
     parse = argparse.ArgumentParser()
     parse.add_argument("--seconds", type=float, default=40)
     parse.add_argument("--processes", type=int, default=8)
-    parse.add_argument("--kind", choices=("cuts", "direct", "both"), default="both", help="both: processes in turn")
-    parse.add_argument("--problems", type=int, default=6, help="of a process, cuts")
+    parse.add_argument("--kind", choices=("cuts", "direct", "steps", "both"), default="both", help="both: cuts, direct in turn")
+    parse.add_argument("--problems", type=int, default=6, help="of a process, cuts and steps")
     parse.add_argument("--direct-problems", type=int, default=24, help="of a process, direct")
     parse.add_argument("--seed", type=int, default=1)
     parse.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "qla_stress", help="folder for wrong results")
