@@ -46,17 +46,20 @@ __device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
   return x;
 }
 __device__ __forceinline__ int64_t load_relaxed(const int64_t* p) {
+  jitter();
   int64_t x;
   asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
   return x;
 }
 __device__ __forceinline__ float load_relaxed(const float* p) {
+  jitter();
   float x;
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
   return x;
 }
 // four words
 __device__ __forceinline__ float4 load_relaxed(const float4* p) {
+  jitter();
   float4 x;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
@@ -86,7 +89,14 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  jitter();
+  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  jitter();
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  jitter();
+}
 
 }  // namespace qla::cuda::ptx

@@ -187,6 +187,7 @@ struct Release {
   __device__ __forceinline__ Release(uint32_t base, int lane) : bars(ptx::cluster_address(bar_at(base, 0), lane % kCluster)) {}
   __device__ __forceinline__ void operator()(int which, int lane) const {
     __syncwarp();
+    ptx::jitter();
     if (lane < kCluster)
       asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(bars + 8 * which) : "memory");
   }
