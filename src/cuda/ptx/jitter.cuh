@@ -18,6 +18,7 @@ __device__ __forceinline__ void jitter() {
       "bfe.u32 %0, %0, 6, 13; @rarely shl.b32 %0, %0, 5;\n"
       "@often nanosleep.u32 %0;}"
       : "=r"(x)::"memory");
+  static_cast<void>(x);
 #endif
 }
 
