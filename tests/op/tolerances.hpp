@@ -19,6 +19,7 @@ inline constexpr double kOfEmulator = 2.0;  // of its relative and of its larges
 inline constexpr double kZero = 1e-6;       // where the truth is 0: of the largest entry elsewhere
 inline constexpr double kNearZero = 1e-3;  // where it is nearly 0 (BR-21): of the largest entry with independent keys; 16 bit: or
 inline constexpr double kNearZeroEmulator = 1e-2;  // twice the emulator's error, which stays below this (decision 0023)
+inline constexpr double kSmallest = 0x1p-126;      // where it is below fp32's range: all that is known is that it stays there
 inline constexpr double kSlope = 3e-4;
 inline constexpr double kLargest = 20.0;  // fp32, float64: largest error, of limit times largest entry
 

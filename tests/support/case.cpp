@@ -8,6 +8,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "reference/activations.hpp"
 #include "support/watchdog.hpp"
 
 namespace qla::test {
@@ -150,18 +151,64 @@ void record_error(const char* tensor, double relative, double limit) {
                                      << relative << ',' << limit << '\n';
 }
 
-void expect_field(const Case& c, const Sample& s, const Field& field, const Numbers& got, const Numbers& truth,
+// dA_log and ddt_bias: one number a head, the sum over its tokens. Their terms often cancel. Then the sum itself says nothing of
+// how large an error is, and one emulator's error of it, a sum of roundings that cancel too, nothing of how large errors are:
+// both are measured by what the sum would be with random signs where that is more (decision 0101).
+bool is_sum_over_tokens(const Field& field) { return field.member == &Values::dA_log || field.member == &Values::ddt_bias; }
+
+// By head, the root of the sum of the terms' squares: of a dg, or of errors of it. The terms of ddt_bias are dg, those of dA_log
+// dg softplus(x) / softplus'(x), as log decay is -A softplus(x).
+Numbers root_of_squares(const Sample& s, const Field& field, const Numbers& dg) {
+  const reference::Inputs& in = s.in;
+  Numbers squares(in.v_heads, 0.0);
+  for (int64_t n = 0; n < s.num_seqs(); ++n)
+    for (int64_t i = in.bos[n] * in.v_heads; i < in.eos[n] * in.v_heads; ++i) {
+      const int64_t head = i % in.v_heads;
+      const double x = in.g[i] + (in.dt_bias.empty() ? 0.0 : in.dt_bias[head]), slope = reference::sigmoid(x);
+      const double term = dg[i] * (field.member == &Values::dA_log && slope > 0 ? reference::softplus(x) / slope : 1.0);
+      squares[head] += term * term;
+    }
+  for (double& x : squares) x = std::sqrt(x);
+  return squares;
+}
+
+// |x|, or for sums over tokens what random signs would give of the terms from dg where that is more
+Numbers sizes_of(const Sample& s, const Field& field, const Numbers& x, const Numbers& dg) {
+  Numbers sizes = is_sum_over_tokens(field) ? root_of_squares(s, field, dg) : Numbers(x.size(), 0.0);
+  for (size_t i = 0; i < x.size(); ++i)
+    if (!(std::fabs(x[i]) <= sizes[i])) sizes[i] = std::fabs(x[i]);
+  return sizes;
+}
+
+Numbers minus(Numbers x, const Numbers& y) {
+  for (size_t i = 0; i < x.size(); ++i) x[i] -= y[i];
+  return x;
+}
+
+// |errors| / |sizes|
+double ratio(const Numbers& errors, const Numbers& sizes) {
+  const double size = std::sqrt(inner(sizes, sizes)), error = std::sqrt(inner(errors, errors));
+  const double relative = size > 0 ? error / size : error;
+  return std::isnan(relative) ? std::numeric_limits<double>::infinity() : relative;
+}
+
+void expect_field(const Case& c, const Sample& s, const Field& field, const Values& got_values, const Values& truth_values,
                   const std::vector<Values>& emulated, const Values& scale) {
+  const Numbers &got = got_values.*field.member, &truth = truth_values.*field.member;
   ASSERT_EQ(got.size(), truth.size()) << field.name;
   if (truth.empty()) return;
   expect_zero_padding(s, field, got);
-  const double size = largest(truth), error = largest_error(got, truth);
+  const Numbers sizes = sizes_of(s, field, truth, truth_values.dg);
+  const double size = largest(sizes), error = largest_error(got, truth);
   const int32_t out = field_dtype(s, field);
-  const auto worst = [&](double (*measure)(const Numbers&, const Numbers&)) {  // of the emulators' errors
-    double x = 0;
-    for (const Values& values : emulated) x = std::max(x, measure(values.*field.member, truth));
-    return x;
-  };
+  double emulator_relative = 0, emulator_largest = 0;  // of the emulators' errors, the worse
+  for (const Values& values : emulated) {
+    const bool rounded = is_16_bit(s.g_dtype);  // dg alone is, not the sums' terms: of their errors nothing is known
+    const Numbers d_terms = minus(rounded ? truth_values.dg : values.dg, truth_values.dg);
+    const Numbers errors = sizes_of(s, field, minus(values.*field.member, truth), d_terms);
+    emulator_relative = std::max(emulator_relative, ratio(errors, sizes));
+    emulator_largest = std::max(emulator_largest, largest(errors));
+  }
   const auto first_bad = [&](double limit) {
     std::ostringstream text;
     for (size_t i = 0; i < truth.size(); ++i)
@@ -177,10 +224,9 @@ void expect_field(const Case& c, const Sample& s, const Field& field, const Numb
       const double independent = largest(scale.*field.member);
       double limit = limits::kNearZero * independent;
       if (!emulated.empty()) {
-        const double theirs = worst(largest_error);
-        EXPECT_LE(theirs, limits::kNearZeroEmulator * independent)
+        EXPECT_LE(emulator_largest, limits::kNearZeroEmulator * independent)
             << field.name << " (nearly zero): the emulator's own error; it would hide a fault";
-        limit = std::max(limit, limits::kOfEmulator * theirs);
+        limit = std::max(limit, limits::kOfEmulator * emulator_largest);
       }
       EXPECT_LE(error, limit) << field.name << " (nearly zero)" << first_bad(limit);
       return;
@@ -189,20 +235,23 @@ void expect_field(const Case& c, const Sample& s, const Field& field, const Numb
     EXPECT_LE(error, limits::kZero * std::max({largest(s.in.v), 1e-30})) << field.name << " (exactly zero)" << first_bad(0);
     return;
   }
+  if (s.dtype != QLA_FLOAT64 && size < limits::kSmallest) {
+    EXPECT_LE(error, limits::kSmallest) << field.name << " (below fp32's range)" << first_bad(limits::kSmallest);
+    return;
+  }
   double limit =
       limits::relative(s.dtype, field.is_gradient, c.hard) + limits::unit_roundoff(out) * (is_16_bit(out) && !is_16_bit(s.dtype));
   double largest_limit = limits::kLargest * limit * size;
   if (!emulated.empty()) {
-    const double theirs = worst(relative_error);
     const double budget = field.is_gradient ? c.emulator.gradient : c.emulator.output;
     // fp16 operands underflow below 2^-24: of gradients as small as that nothing is known but that they stay as small
     const bool underflows = s.dtype == QLA_FLOAT16 && size < 0x1p-14;
-    EXPECT_TRUE(theirs <= budget || underflows)
-        << theirs << " > " << budget << ", " << field.name << ": the emulator's own error; it would hide a fault";
-    limit = std::max(limit, limits::kOfEmulator * theirs);
-    largest_limit = limits::kOfEmulator * worst(largest_error) + 4e-6 * size;
+    EXPECT_TRUE(emulator_relative <= budget || underflows)
+        << emulator_relative << " > " << budget << ", " << field.name << ": the emulator's own error; it would hide a fault";
+    limit = std::max(limit, limits::kOfEmulator * emulator_relative);
+    largest_limit = limits::kOfEmulator * emulator_largest + 4e-6 * size;
   }
-  const double relative = relative_error(got, truth);
+  const double relative = ratio(minus(got, truth), sizes);
   record_error(field.name, relative, limit);
   EXPECT_LE(relative, limit) << field.name << " relative L2" << first_bad(largest_limit);
   EXPECT_LE(error, largest_limit) << field.name << " largest error, entries up to " << size << first_bad(largest_limit);
@@ -236,6 +285,10 @@ double relative_error(const Numbers& got, const Numbers& truth) {
   for (size_t i = 0; i < truth.size(); ++i) error += (got[i] - truth[i]) * (got[i] - truth[i]), size += truth[i] * truth[i];
   const double relative = size > 0 ? std::sqrt(error / size) : std::sqrt(error);
   return std::isnan(relative) ? std::numeric_limits<double>::infinity() : relative;
+}
+
+double relative_error(const Sample& sample, const Field& field, const Values& got, const Values& truth) {
+  return ratio(minus(got.*field.member, truth.*field.member), sizes_of(sample, field, truth.*field.member, truth.dg));
 }
 
 double largest(const Numbers& x) {
@@ -322,7 +375,7 @@ void expect_values(const Case& c, const Sample& sample, const Options& options, 
     if (name == "dh0" && sample.in.initial_state.empty()) continue;
     if (name == "ddt_bias" && sample.in.dt_bias.empty()) continue;
     if (name == "dg" && sample.no_gate) continue;
-    expect_field(c, sample, field, got.*field.member, truth.*field.member, emulated, scale);
+    expect_field(c, sample, field, got, truth, emulated, scale);
   }
 }
 

@@ -69,6 +69,8 @@ void expect_values(const Case& c, const Sample& sample, const Options& options, 
 
 // relL2 with its message; for tests outside the table
 double relative_error(const Numbers& got, const Numbers& truth);
+// .. by which a field is judged: sums over tokens (dA_log, ddt_bias) that cancel relative to the root of their terms' squares
+double relative_error(const Sample& sample, const Field& field, const Values& got, const Values& truth);
 double largest(const Numbers& x);
 void expect_bitwise(const Numbers& got, const Numbers& expected, const char* what);
 void expect_bitwise(const Values& got, const Values& expected, const char* what);
