@@ -151,7 +151,7 @@ class Session:
 
     def stress_jobs(self, prefix: str = "", more: Sequence[str] = ()) -> list[Job]:
         """Calls and training steps from several processes at a time, each held to a first run's bits: one test each."""
-        command = [sys.executable, str(ROOT / "tests/python/stress_cuts.py"), "--seconds", "15", "--patience", "60"]
+        command = [sys.executable, str(ROOT / "tests/python/stress.py"), "--seconds", "15", "--patience", "60"]
         command += ["--processes", "3", "--keep", str(self.logs / "wrong"), *more]
         kinds = ("direct", "steps")
         return [Job(f"{prefix}stress.{k}", [*command, "--kind", k], f"{prefix}stress", timeout=150.0, alone=True) for k in kinds]

@@ -1,4 +1,4 @@
-"""Small and medium calls that nothing cuts, from many processes at a time: `stress_cuts.py --kind direct` (plain library, no patch).
+"""Small and medium calls that nothing cuts, from many processes at a time: `stress.py --kind direct` (plain library, no patch).
 
 Direct launches of one and of several rounds of items, fused calls behind plan_and_gates, balanced ones, both forms, two kernels whose
 tables chunk_intra makes or plan_segments: kinds are told apart by qla_gdn_plan, and each is drawn in its turn. A process has lines:

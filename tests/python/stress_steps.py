@@ -1,4 +1,4 @@
-"""Forward and backward of random calls, from many processes at a time: `stress_cuts.py --kind steps`.
+"""Forward and backward of random calls, from many processes at a time: `stress.py --kind steps`.
 
 A problem is a call through `qla.chunk_gated_delta_rule` with gradients of everything: packed or dense, with and without states,
 norms, logits and the raw gate, cut by the planner, exactly, or not at all. One process that has the card to itself makes checksums
