@@ -156,10 +156,11 @@ _load_lock = threading.Lock()
 
 
 def candidates() -> list[str]:
-    """Where libqla.so is looked for, in this order: QLA_LIBRARY alone if set, else lib/ of every folder of the package."""
+    """Where libqla.so is looked for, in this order: QLA_LIBRARY alone if set, else lib/ of every folder of the package. Absolute: the
+    loader would look for a name without a slash on its own path."""
     named = os.environ.get("QLA_LIBRARY")
     if named:
-        return [named]
+        return [os.path.abspath(named)]
     import qla  # an editable install has two folders: the sources, and the one with the built library
 
     return [os.path.join(folder, "lib", "libqla.so") for folder in qla.__path__]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+if os.environ.get("QLA_LIBRARY"):  # tests start processes in other folders
+    os.environ["QLA_LIBRARY"] = os.path.abspath(os.environ["QLA_LIBRARY"])
 if importlib.util.find_spec("qla") is None:  # run from the sources
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import qla
-from qla import bench_grid, cli, fma_rate, lengths, planview
+from qla import _ffi, bench_grid, cli, fma_rate, lengths, planview
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = str(Path(qla.__path__[0]).resolve().parent)
@@ -36,6 +36,16 @@ def test_info_without_a_library_says_where_it_looked():
     done = run("info", QLA_LIBRARY="/nowhere/libqla.so")
     assert done.returncode == 1
     assert "/nowhere/libqla.so" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_library_without_a_slash_is_a_file_here():
+    path = _ffi.library_path()
+    done = subprocess.run(
+        [sys.executable, "-c", "from qla import _ffi; print(_ffi.library_path(), _ffi.build_info())"],
+        capture_output=True, text=True, timeout=300, cwd=Path(path).parent,
+        env={**os.environ, "PYTHONPATH": PACKAGES, "QLA_LIBRARY": Path(path).name},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith(os.path.realpath(path) + " "), done.stdout + done.stderr
 
 
 def test_info_names_another_flash_qla(tmp_path):
