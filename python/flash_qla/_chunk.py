@@ -24,13 +24,12 @@ def _known_float(x: Tensor | None) -> Tensor | None:
 
 
 def _policy(auto_cp: object, force_intra_cp: bool, tokens: int) -> Any:
-    if not force_intra_cp:
+    if not _checks.check_flag("force_intra_cp", force_intra_cp):
         return auto_cp
     from qla._plan import Plan
 
     chunks = -(-tokens // CHUNK)
-    segment = max(MIN_SEGMENT_CHUNKS, -(-chunks // FORCED_SEGMENTS))
-    return Plan(segment, 0, chunks, 0, 0, 1, 0, 0.0, False, "force_intra_cp")
+    return Plan.fixed(max(MIN_SEGMENT_CHUNKS, -(-chunks // FORCED_SEGMENTS)))
 
 
 def chunk_gated_delta_rule(
@@ -51,8 +50,14 @@ def chunk_gated_delta_rule(
     cp_context: Any = None,
     force_intra_cp: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """-> (o, final_state). See `qla.chunk_gated_delta_rule` for the arguments; enable_fwd_cp_cache has no effect here."""
-    if head_first:
+    """-> (o, final_state). The arguments are those of `qla.chunk_gated_delta_rule`; what only this function has:
+
+    head_first: must be False: tensors lie as `[B, T, H, ..]`; transpose those that lie as `[B, H, T, ..]`.
+    force_intra_cp: cut sequences even where that does not pay, whatever auto_cp says: the longest possible one, of T tokens, into about 8
+        segments of 4 chunks (256 tokens) or more. Results are those of auto_cp=True but for the rounding.
+    enable_fwd_cp_cache: no effect; nothing is cached between calls.
+    """
+    if _checks.check_flag("head_first", head_first):
         raise ValueError("head_first: head_first=True is not supported; pass inputs in [B, T, H, ...] format")
     tokens = q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0  # what is wrong with q the call says
     return api.chunk_gated_delta_rule(

@@ -28,7 +28,7 @@ class Segment:
 @dataclass(frozen=True)
 class Plan:
     """A plan. Passed as `auto_cp` it is repeated, whatever the planner would choose then: the same cuts for the same lengths and gates.
-    One made by hand (`uncut_chunks` None) cuts every sequence into segments of `segment_chunks`."""
+    One made by hand, `Plan.fixed`, cuts every sequence into segments of one length."""
 
     segment_chunks: int
     num_sequences: int
@@ -46,15 +46,51 @@ class Plan:
     uncut_chunks: int | None = None
     exact: bool = False  # every cut is merged, none warmed up
 
+    @classmethod
+    def fixed(cls, segment_chunks: int, *, exact: bool = False) -> Plan:
+        """Segments of one length, for calls of any shape: every sequence is cut after each segment_chunks chunks of 64 tokens, also where
+        the planner would not. exact: merge the states at every cut; else a head that has forgotten them by then is warmed up instead.
+
+            o, _ = qla.chunk_gated_delta_rule(q, k, v, g, beta, auto_cp=qla.Plan.fixed(16))  # every 1024 tokens
+        """
+        try:
+            chunks = operator.index(segment_chunks)
+        except TypeError:
+            raise TypeError(f"segment_chunks: expected a whole number of chunks, got {segment_chunks!r}; pass an int") from None
+        if chunks < 1:
+            raise ValueError(
+                f"segment_chunks: expected 1 chunk of 64 tokens or more, got {chunks}; auto_cp=False leaves sequences whole"
+            )
+        if not isinstance(exact, bool):
+            raise TypeError(f"exact: expected True or False, got {exact!r}; pass a bool")
+        what = f"segments of {chunks} chunks{', every cut merged' if exact else ''}"
+        return cls(
+            segment_chunks=chunks,
+            num_sequences=0,
+            total_chunks=0,
+            num_segments=0,
+            num_items=0,
+            value_splits=1,
+            workspace_bytes=0,
+            predicted_us=0.0,
+            fused=False,
+            reason=what,
+            text=f"plan: {what}, in calls of any shape",
+            exact=exact,
+        )
+
     def __str__(self) -> str:
         return self.text or repr(self)
 
 
 def plan(*args: Any, lens: Sequence[int] | None = None, chunk_log_decay: Any = None, **kwargs: Any) -> Plan:
-    """The plan of `chunk_gated_delta_rule(*args, **kwargs)`.
+    """The plan of `chunk_gated_delta_rule(*args, **kwargs)`. Values are not read, g's neither: without chunk_log_decay gates as models have
+    them are assumed, and the call, which does look at its gates, may warm up or merge where this plan says otherwise.
 
     lens: lengths of the sequences; None: read from `cu_seqlens` (which synchronises on CUDA) or q's shape.
-    chunk_log_decay: [sum of chunks, HV] float32 on the CPU, the sum of the log gate over each chunk; None: unknown.
+    chunk_log_decay: [sum of chunks, HV] float32 on the CPU, the sum of the log gate over each chunk of 64 tokens, sequence after
+        sequence; None: unknown. Of rows of a batch: `torch.stack([part.sum(0) for row in g for part in row.split(64)])`; of packed ones
+        `.. for row in g[0, : sum(lens)].split(lens) ..`.
     """
     from qla import _need_torch  # noqa: F401  # isort: skip
     import torch
@@ -138,6 +174,11 @@ def _decays(given: Any, lens: Sequence[int] | None, q: Any, v: Any) -> Any:
         raise ValueError(
             f"chunk_log_decay: expected shape [chunks, HV] = [{chunks}, {v.shape[2]}], got {list(decay.shape)}; "
             f"one row for each chunk of {_args.CHUNK} tokens, a sequence's last one may be shorter"
+        )
+    if bool(decay.isnan().any()):
+        chunk, head = decay.isnan().nonzero()[0].tolist()
+        raise ValueError(
+            f"chunk_log_decay: expected sums of log gates, got nan at [{chunk}, {head}]; look for nan in g, or pass None where unknown"
         )
     return decay
 

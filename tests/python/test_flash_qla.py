@@ -216,6 +216,12 @@ def test_forced_cuts_of_no_tensor(q: object) -> None:
         flash_qla.chunk_gated_delta_rule(**{**Device("cpu").inputs(70), "q": q}, force_intra_cp=True)
 
 
+@pytest.mark.parametrize("name", ["force_intra_cp", "head_first"])
+def test_switches_are_no_strings(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}: expected True or False, got str 'x'"):
+        flash_qla.chunk_gated_delta_rule(**Device("cpu").inputs(70), **{name: "x"})
+
+
 @pytest.mark.br(5)
 def test_backward_without_a_state(device: Device) -> None:
     inputs = device.inputs(130)

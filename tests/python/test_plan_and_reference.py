@@ -29,7 +29,7 @@ def test_plan_needs_no_data() -> None:
     assert plan.total_chunks == 47 and {(s.first_chunk, s.num_chunks) for s in plan.segments} == {(0, 47)}
     decay = torch.full((47, 2), -20.0)
     decay[:, 1] = 0.0
-    cut = qla.plan(**inputs, chunk_log_decay=decay, lens=[3000], auto_cp=qla.Plan(8, 1, 47, 6, 0, 1, 0, 0.0, False, ""))
+    cut = qla.plan(**inputs, chunk_log_decay=decay, lens=[3000], auto_cp=qla.Plan.fixed(8))
     starts = {h: {s.start for s in cut.segments if s.head == h and s.first_chunk} for h in (0, 1)}
     assert starts[0] == {"warmup"} and "merged" in starts[1] and "warmup" not in starts[1]  # a head that never forgets
 
@@ -43,6 +43,11 @@ def test_plan_needs_no_data() -> None:
         ({"lens": [-1]}, ValueError, r"lens\[0\]"),
         ({"chunk_log_decay": "x"}, TypeError, "chunk_log_decay: expected float32"),
         ({"chunk_log_decay": [1.0]}, ValueError, r"chunk_log_decay: expected shape \[chunks, HV\] = \[2, 4\], got \[1\]"),
+        (
+            {"chunk_log_decay": [[0.0] * 4, [0.0, float("nan"), 0.0, 0.0]]},
+            ValueError,
+            r"chunk_log_decay: expected .*nan at \[1, 1\]",
+        ),
     ],
 )
 def test_wrong_lengths_and_gates(given: dict, error: type, words: str) -> None:
@@ -55,11 +60,50 @@ def test_a_plan_is_a_policy() -> None:
     do, dht = upstream(inputs)
     expected = reference(inputs, do, dht)
     for segment in (1, 3, 5):
-        policy = qla.Plan(segment, 1, 16, 0, 0, 1, 0, 0.0, False, "by hand")
+        policy = qla.Plan.fixed(segment)
         assert {s.num_chunks for s in qla.plan(**inputs, auto_cp=policy).segments} <= {segment, 16 % segment}
         assert_close(run(inputs, do, dht, auto_cp=policy), expected, torch.float32, 2)
     made = qla.plan(**inputs)
     assert_close(run(inputs, do, dht, auto_cp=made), expected, torch.float32, 2)
+
+
+def test_fixed_plans() -> None:
+    inputs = CPU.inputs(1000, (1, 2), kind="soft")
+    for exact, starts in ((False, {"initial", "warmup"}), (True, {"initial", "merged"})):
+        plan = qla.Plan.fixed(3, exact=exact)
+        made = qla.plan(**inputs, auto_cp=plan, chunk_log_decay=torch.full((16, 2), -1000.0))
+        assert {s.start for s in made.segments} == starts and {s.num_chunks for s in made.segments} == {3, 1}
+        assert str(plan).startswith("plan: segments of 3 chunks")
+        o, _ = qla.chunk_gated_delta_rule(**inputs, auto_cp=plan)
+        again, _ = qla.chunk_gated_delta_rule(**inputs, auto_cp=made)
+        assert torch.equal(o, again)
+        assert_close({"o": o}, {"o": recurrent_gated_delta_rule(**inputs)[0]}, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "given, options, error, words",
+    [
+        (0, {}, ValueError, "segment_chunks: expected 1 chunk of 64 tokens or more, got 0; auto_cp=False"),
+        (2.0, {}, TypeError, "segment_chunks: expected a whole number of chunks, got 2.0"),
+        ("3", {}, TypeError, "segment_chunks: expected a whole number of chunks, got '3'"),
+        (3, {"exact": "no"}, TypeError, "exact: expected True or False, got 'no'"),
+    ],
+)
+def test_wrong_fixed_plans(given: object, options: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        qla.Plan.fixed(given, **options)
+
+
+def test_gate_sums_as_the_docstring_of_plan_says() -> None:
+    inputs = CPU.inputs(200, batch=2)
+    rows = torch.stack([part.sum(0) for row in inputs["g"] for part in row.split(64)])
+    assert "torch.stack([part.sum(0) for row in g for part in row.split(64)])" in (qla.plan.__doc__ or "")
+    assert qla.plan(**inputs, chunk_log_decay=rows).total_chunks == len(rows) == 8
+    packed = CPU.inputs(200, sequences=2)
+    lens = [70, 120]
+    rows = torch.stack([part.sum(0) for row in packed["g"][0, : sum(lens)].split(lens) for part in row.split(64)])
+    assert "for row in g[0, : sum(lens)].split(lens)" in (qla.plan.__doc__ or "")
+    assert qla.plan(**packed, cu_seqlens=CPU.cu(0, 70, 190), lens=lens, chunk_log_decay=rows).total_chunks == len(rows) == 4
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
