@@ -68,8 +68,32 @@ def _meant(keyword: str) -> str:
     return near[0] if near else ""
 
 
+# Unknown keywords that ask for another way of computing: the values that ask for nothing, and what to use instead.
+_ASKED: dict[str, tuple[tuple[object, ...], str]] = {
+    "force_intra_cp": (
+        (None, False),
+        "long sequences are cut where that pays; auto_cp=qla.Plan.fixed(segment_chunks) cuts every longer one, and so does "
+        "flash_qla.chunk_gated_delta_rule(..., force_intra_cp=True)",
+    ),
+    "chunk_size": ((None, 64), "chunks are of 64 tokens always, results do not depend on it; leave it out"),
+}
+_told: set[str] = set()
+
+
+def _asked_in_vain(name: str, value: object) -> str:
+    """What to use instead of an ignored keyword that asks for something; "" where it does not, and the second time."""
+    if name not in _ASKED or name in _told:
+        return ""
+    idle, instead = _ASKED[name]
+    if value is None or (isinstance(value, int) and value in idle):
+        return ""
+    _told.add(name)
+    return instead
+
+
 def _unknown(kwargs: dict[str, Any], state_v_first: bool) -> bool:
-    """Old spellings are honoured or refused, unknown keywords ignored; what looks misspelt is warned of. -> state_v_first"""
+    """Old spellings are honoured or refused, unknown keywords ignored; what looks misspelt, or asks for what there is not, is warned of.
+    -> state_v_first"""
     if "transpose_state_layout" in kwargs:
         if state_v_first:
             raise ValueError(
@@ -83,8 +107,10 @@ def _unknown(kwargs: dict[str, Any], state_v_first: bool) -> bool:
     if kwargs.pop("head_first", False):
         raise ValueError("head_first: head_first has been removed. Inputs must be in `[B, T, H, ...]` format; transpose them.")
     if kwargs and not torch.compiler.is_compiling():
-        for name in kwargs:
-            if meant := _meant(name):
+        for name, value in kwargs.items():
+            if instead := _asked_in_vain(name, value):
+                warnings.warn(f"`{name}` is no argument of qla.chunk_gated_delta_rule and is ignored: {instead}", stacklevel=4)
+            elif meant := _meant(name):
                 warnings.warn(
                     f"`{name}` is no argument of chunk_gated_delta_rule and is ignored; was `{meant}` meant?", stacklevel=4
                 )
@@ -253,7 +279,8 @@ def chunk_gated_delta_rule(
             normalised before): with longer ones and beta near 1 the recurrence itself grows without bound.
         v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query/key head h // (HV // H).
         g: `[B, T, HV]` decay in log space (natural), usually <= 0; None: no decay. The raw gate with `use_gate_in_kernel`.
-        beta: `[B, T, HV]` write strength; logits with `use_beta_sigmoid_in_kernel`.
+        beta: `[B, T, HV]` write strength, required (it has a default only for FLA's order); logits with
+            `use_beta_sigmoid_in_kernel`.
         scale: factor of the outputs; None: K ** -0.5.
         initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`), any float dtype; N sequences, B without `cu_seqlens`.
         output_final_state: also return the state after each sequence's last token, float32 (float64 for float64 tensors).
@@ -265,7 +292,7 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu, chunk_indices: taken for FLA's sake and not needed.
         use_gate_in_kernel: g <- -exp(A_log) * softplus(g + dt_bias), in float32; `A_log`, `dt_bias`: `[HV]`.
         auto_cp: cut long sequences into segments that run at the same time: True or "auto"; "exact" (merge states exactly everywhere);
-            False; a `qla.Plan`, which is repeated.
+            False; a `qla.Plan`, which is repeated; `qla.Plan.fixed(n)`: after every n chunks of 64 tokens.
         deterministic: results never change from run to run; "batch": nor with what a sequence is packed with.
         out: `[B, T, HV, V]` to write into. No gradients.
         state_indices: `[N]` slots of the pool `initial_state` `[P, HV, K, V]`, read and written in place; -1 skips the sequence, its
@@ -274,7 +301,8 @@ def chunk_gated_delta_rule(
         checkpoint_every_n_tokens, state_checkpoints: also store the state after every n tokens (a multiple of 64) into
             `[sum of floor(length / n), HV, K, V]`. No gradients.
         backward_mib: workspace that backward may take (default: QLA_BACKWARD_MIB, else 2048); less is slower.
-        Unknown keywords are ignored (logged at debug level; with a warning where one looks like a misspelt argument).
+        Unknown keywords are ignored (logged at debug level; with a warning where one looks like a misspelt argument, and at the first
+            `force_intra_cp` or `chunk_size` that asks for something).
 
     Returns:
         (o, final_state): `[B, T, HV, V]` in q's dtype, and the final states or None. With `state_indices` the pool itself.

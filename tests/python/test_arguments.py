@@ -286,6 +286,30 @@ def test_misspelt_keywords_are_warned_of(keyword: str, meant: str) -> None:
     assert len(said) == bool(meant) and all(f"`{keyword}`" in s and f"`{meant}`" in s for s in said), said
 
 
+@pytest.mark.parametrize(
+    "keyword, value, instead",
+    [
+        ("force_intra_cp", True, "qla.Plan.fixed"),
+        ("force_intra_cp", "x", "qla.Plan.fixed"),
+        ("force_intra_cp", False, ""),
+        ("chunk_size", 128, "64 tokens"),
+        ("chunk_size", torch.ones(2), "64 tokens"),
+        ("chunk_size", 64, ""),
+        ("chunk_size", None, ""),
+    ],
+)
+def test_keywords_that_ask_in_vain_are_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, keyword: str, value: object, instead: str
+) -> None:
+    monkeypatch.setattr(qla.api, "_told", set())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            qla.chunk_gated_delta_rule(**CPU.inputs(10), **{keyword: value})
+    said = [w for w in seen if "is ignored" in str(w.message)]
+    assert len(said) == bool(instead) and all(instead in str(w.message) and w.filename == __file__ for w in said), said
+
+
 def test_heads_before_tokens_is_recognised() -> None:
     inputs = {name: x.transpose(1, 2) for name, x in CPU.inputs(10).items()}
     with pytest.raises(ValueError, match=r"transpose\(1, 2\)"):
