@@ -63,7 +63,14 @@ Range workspace_of(const BackwardCall& call) {
   return range;
 }
 
-// QLA_LOG=config: what ran; QLA_LOG=plan: how it was cut.
+// What the host knows of the cut: lengths and gates decide where the call runs.
+std::string rule_text(const plan::CutRule& rule) {
+  if (rule.segment_chunks == 0) return "not cut";
+  return concat("segments of at most ", counted(rule.segment_chunks, "chunk"), " if a sequence has more than ",
+                rule.longest_whole(), rule.join ? ", longer where gates do not forget" : "");
+}
+
+// QLA_LOG=config: what ran; QLA_LOG=plan: how it may be cut.
 template <typename Args>
 void log_call(const Call<Args>& call, const char* direction) {
   const Problem& p = call.problem;
@@ -75,8 +82,8 @@ void log_call(const Call<Args>& call, const char* direction) {
   if constexpr (std::is_same_v<Args, qla_gdn_forward_args>) {
     if (!log_enabled("plan")) return;
     const PlannedCall planned = planned_call(call.args, p, call.cuda);
-    log_line("plan", concat(planned.why, "; segments of at most ", planned.choice.rule.segment_chunks,
-                            " chunks (0: not cut), V in ", planned.choice.value_splits, planned.choice.fused ? ", fused" : ""));
+    log_line("plan", concat(planned.why, "; ", rule_text(planned.choice.rule), "; V in ",
+                            counted(planned.choice.value_splits, "part"), planned.choice.fused ? ", fused" : ""));
   }
 }
 

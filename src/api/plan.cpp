@@ -148,11 +148,14 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
   const float both_us =  // what the other form and ranges cost
       choice.fused_chunks > 0 ? plan::kBothForms + plan::kRangeLaunches * static_cast<float>(planned.ranges - 1) : 0.0f;
 
-  const float assumed = policy.threshold / static_cast<float>(plan::kAssumedWarmup);  // where no gates are given
+  // Where no gates are given: as choose() supposes.
+  const float assumed = policy.threshold / static_cast<float>(plan::kAssumedWarmup);
+  const int64_t never_forget = plan::assumed_exact_heads(problem.num_v_heads);
   std::vector<Segment> all;
   int64_t total_chunks = 0, written = 0, most_of_a_head = 0, items = 0;
   std::vector<int64_t> of_head(static_cast<size_t>(problem.num_v_heads), 0);
   const bool predicting = cuda;
+  bool long_enough = false, cut = false;
   for (int64_t range = 0; range < planned.ranges; ++range) {
     const auto run_of = [&](int64_t n, int64_t token) {  // of sequence n, which begins at `token`
       const auto chunks = static_cast<int32_t>(plan::chunks_of(lengths[static_cast<size_t>(n)]));
@@ -169,15 +172,19 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
       const int64_t chunks = plan::chunks_of(lengths[static_cast<size_t>(n)]);
       const plan::Run run = run_of(n, token);
       const bool given = present(args.initial_state) || run.continued();
+      long_enough |= run.present && rule.cuts(run.chunks);
       for (int64_t head = 0; head < problem.num_v_heads && run.present; ++head) {
         const auto decay = [&](int64_t c) {
-          return chunk_log_decay ? chunk_log_decay[(base + run.first + c) * problem.num_v_heads + head] : assumed;
+          return chunk_log_decay       ? chunk_log_decay[(base + run.first + c) * problem.num_v_heads + head]
+                 : head < never_forget ? 0.0f
+                                       : assumed;
         };
-        const plan::Cut cut = plan::make_head_cut(run.chunks, rule, given, decay);
-        plan::for_each_segment(cut, rule, given, false, decay, [&](const Segment& s) {
+        const plan::Cut head_cut = plan::make_head_cut(run.chunks, rule, given, decay);
+        plan::for_each_segment(head_cut, rule, given, false, decay, [&](const Segment& s) {
           if (written < result.segments_capacity)
             result.segments[written++] = {n, head, run.first + s.first_chunk, s.num_chunks, s.warmup_chunks, s.start, 0};
           ++items, ++of_head[static_cast<size_t>(head)];
+          cut |= s.index > 0;
           if (predicting) all.push_back(s);
         });
       }
@@ -198,32 +205,53 @@ void fill_plan(const qla_gdn_forward_args& args, const int64_t* lens, int64_t nu
                  : 0.0;
   result.fused = choice.fused;
   result.ranges = static_cast<int32_t>(planned.ranges);
-  const bool cut = choice.rule.segment_chunks > 0 && items > problem.num_seqs * problem.num_v_heads;
   result.segment_chunks = choice.rule.segment_chunks;
   result.uncut_chunks = choice.rule.uncut_chunks;
-  const bool too_short = !cut && policy.mode == QLA_CP_AUTO && choice.rule.segment_chunks > 0;
-  const char* const why = total_chunks == 0 ? "no tokens: nothing to compute"
-                          : too_short       ? "no sequence is long enough for a cut to pay: not cut"
-                                            : planned.why;
-  const std::string reason = concat(why, cuda && !planned.device_here ? " (no such device here: planned for an H200)" : "",
-                                    !cut || chunk_log_decay ? "" : "; gates not given: usual ones assumed");
+  const bool by_itself = policy.mode == QLA_CP_AUTO || policy.mode == QLA_CP_EXACT;
+  const bool too_short = !long_enough && by_itself && choice.rule.segment_chunks > 0;
+  const char* const why = total_chunks == 0     ? "no tokens: nothing to compute"
+                          : too_short           ? "no sequence is long enough for a cut to pay: not cut"
+                          : long_enough && !cut ? "no head forgets soon enough for a cut to pay: not cut"
+                                                : planned.why;
+  const std::string gates =  // where they decide
+      chunk_log_decay || !long_enough || choice.rule.exact
+          ? std::string()
+          : concat("; gates not given: usual ones assumed",
+                   never_forget > 0 ? concat(", ", never_forget, " of ", problem.num_v_heads, " heads never forget") : "");
+  const std::string reason =
+      concat(why, cuda && !planned.device_here ? " (no such device here: planned for an H200)" : "", gates);
   std::memset(result.reason, 0, sizeof(result.reason));
   std::strncpy(result.reason, reason.c_str(), sizeof(result.reason) - 1);
 }
 
 std::string segments_text(const qla_plan& p) {
   if (p.segment_chunks == 0 || p.num_segments <= p.num_sequences) return "not cut";
-  const std::string text = concat("segments of at most ", p.segment_chunks, " chunks");
+  int64_t longest = p.segment_chunks, shortest = 0;
+  if (p.segments != nullptr && p.segments_capacity >= p.num_items) {  // else the limit is all that is known
+    longest = 0, shortest = INT64_MAX;
+    const auto in_one_sequence = [&](int64_t i, int64_t next) {
+      return next >= 0 && next < p.num_items && p.segments[i].sequence == p.segments[next].sequence &&
+             p.segments[i].head == p.segments[next].head;
+    };
+    for (int64_t i = 0; i < p.num_items; ++i)
+      if (in_one_sequence(i, i - 1) || in_one_sequence(i, i + 1)) {
+        longest = std::max(longest, p.segments[i].num_chunks);
+        shortest = std::min(shortest, p.segments[i].num_chunks);
+      }
+    if (longest == 0) return "not cut";  // but taken in ranges
+  }
+  const std::string text = concat(longest == shortest ? "segments of " : "segments of at most ", counted(longest, "chunk"));
   return p.uncut_chunks > 0 ? concat(text, " (sequences of up to ", p.uncut_chunks, " whole)") : text;
 }
 
 std::string plan_text(const qla_plan& p) {
   constexpr int64_t kMostLines = 64;
   static const char* const starts[] = {"zero", "initial", "warm-up", "merged"};
-  std::string text = concat("plan: ", p.reason, "\n", "  ", p.num_sequences, " sequences, ", p.total_chunks, " chunks, ",
-                            segments_text(p), ", ", p.num_segments, " segments a value head, ", p.num_items, " in all");
-  text += concat("\n  V in ", p.value_splits, p.value_splits == 1 ? " part" : " parts",
-                 p.fused ? ", intra-chunk stage fused" : "", ", workspace ", p.workspace_bytes, " bytes",
+  std::string text =
+      concat("plan: ", p.reason, "\n", "  ", counted(p.num_sequences, "sequence"), ", ", counted(p.total_chunks, "chunk"), ", ",
+             segments_text(p), ", ", counted(p.num_segments, "segment"), " a value head, ", p.num_items, " in all");
+  text += concat("\n  V in ", counted(p.value_splits, "part"), p.fused ? ", intra-chunk stage fused" : "", ", workspace ",
+                 p.workspace_bytes, " bytes",
                  p.ranges > 1 ? concat(", in ", p.ranges, " ranges of chunks one after the other") : std::string());
   if (p.predicted_us > 0) text += concat(", predicted ", static_cast<int64_t>(p.predicted_us + 0.5), " us");
   text += "\n";

@@ -33,13 +33,11 @@ void check_scalars(const Args& args) {
   QLA_CHECK(args.cp_mode >= QLA_CP_AUTO && args.cp_mode <= QLA_CP_PLAN,
             "cp_mode: expected QLA_CP_AUTO, _EXACT, _OFF, _FIXED or _PLAN (0..4), got ", args.cp_mode, "; pass QLA_CP_AUTO");
   if (args.cp_mode == QLA_CP_FIXED)
-    QLA_CHECK(args.cp_segment_chunks >= 1 && args.cp_segment_chunks <= INT32_MAX,
-              "cp_segment_chunks: expected 1 or more with QLA_CP_FIXED, got ", args.cp_segment_chunks,
-              "; pass the chunks of a segment");
+    QLA_CHECK(args.cp_segment_chunks >= 1 && args.cp_segment_chunks <= INT32_MAX, "cp_segment_chunks: expected 1 to ", INT32_MAX,
+              " with QLA_CP_FIXED, got ", args.cp_segment_chunks, "; pass the chunks of a segment");
   else if (args.cp_mode == QLA_CP_PLAN)
-    QLA_CHECK(args.cp_segment_chunks >= 0 && args.cp_segment_chunks <= INT32_MAX,
-              "cp_segment_chunks: expected 0 or more with QLA_CP_PLAN, got ", args.cp_segment_chunks,
-              "; pass the plan's segment_chunks");
+    QLA_CHECK(args.cp_segment_chunks >= 0 && args.cp_segment_chunks <= INT32_MAX, "cp_segment_chunks: expected 0 to ", INT32_MAX,
+              " with QLA_CP_PLAN, got ", args.cp_segment_chunks, "; pass the plan's segment_chunks");
   else
     QLA_CHECK(args.cp_segment_chunks == 0, "cp_segment_chunks: expected 0 without QLA_CP_FIXED, got ", args.cp_segment_chunks,
               "; pass cp_mode = QLA_CP_FIXED to choose the length");

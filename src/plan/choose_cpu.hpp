@@ -57,7 +57,9 @@ inline const char* cpu_reason_text(const Policy& policy, const CutRule& rule) {
   if (policy.mode == QLA_CP_FIXED) return "segments of the given length";
   if (policy.mode == QLA_CP_PLAN) return "as the given plan";
   if (policy.batch_invariant) return "batch-invariant: one segment length for every call";
-  return rule.segment_chunks == 0 ? "sequences and heads are work enough: no cut" : "few heads: sequences are cut into segments";
+  if (rule.segment_chunks == 0) return "sequences and heads are work enough: no cut";
+  return rule.join ? "few heads: long sequences are cut into segments where their gates forget"
+                   : "few heads: long sequences are cut into segments";
 }
 
 }  // namespace qla::plan

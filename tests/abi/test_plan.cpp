@@ -87,6 +87,36 @@ TEST(Plan, GoldenFixed) {
             "  1 1 0 1 zero 0\n");
 }
 
+// Why nothing is cut, and of one thing only one.
+TEST(Plan, SaysWhyNothingIsCut) {
+  const auto said_of = [](int64_t tokens, float log_decay, bool given, int32_t mode = QLA_CP_AUTO, int64_t heads = 1) {
+    qla_gdn_forward_args args = packed(tokens, 1, heads, heads);
+    args.cp_mode = mode, args.cp_segment_chunks = mode == QLA_CP_FIXED ? 37 : 0;
+    const std::vector<float> decay(static_cast<size_t>((tokens + 63) / 64 * heads), log_decay);
+    const Planned p = make_plan(args, {tokens}, given ? decay.data() : nullptr);
+    EXPECT_EQ(p.status, QLA_OK) << qla_last_error();
+    return print(p.plan);
+  };
+  const auto has = [](const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; };
+  const std::string short_one = said_of(64, 0.0f, false);
+  EXPECT_TRUE(
+      has(short_one, "plan: no sequence is long enough for a cut to pay: not cut\n  1 sequence, 1 chunk, not cut, 1 segment a"))
+      << short_one;
+  const std::string remembers = said_of(65536, 0.0f, true);
+  EXPECT_TRUE(has(remembers, "plan: no head forgets soon enough for a cut to pay: not cut\n  1 sequence, 1024 chunks, not cut,"))
+      << remembers;
+  const std::string assumed = said_of(16384, 0.0f, false);
+  EXPECT_TRUE(has(assumed, "not cut; gates not given: usual ones assumed\n")) << assumed;
+  const std::string forgets = said_of(16384, -12.0f, true);
+  EXPECT_TRUE(has(forgets, "cut into segments where their gates forget\n")) << forgets;
+  EXPECT_TRUE(has(forgets, "segments of 64 chunks, 4 segments a value head")) << forgets;
+  const std::string exact = said_of(65536, 0.0f, false, QLA_CP_EXACT);
+  EXPECT_FALSE(has(exact, "gates")) << exact;
+  const std::string fixed = said_of(64 * 64, 0.0f, false, QLA_CP_FIXED, 4);
+  EXPECT_TRUE(has(fixed, "length; gates not given: usual ones assumed, 1 of 4 heads never forget\n")) << fixed;
+  EXPECT_TRUE(has(fixed, "segments of at most 37 chunks")) << fixed;
+}
+
 // What a plan says, all but the reason: it names who chose.
 std::string said(Planned p) {
   p.plan.reason[0] = '\0';
@@ -253,6 +283,20 @@ TEST(Plan, CapacityIsRespected) {
   ASSERT_EQ(qla_plan_print(&plan, text, sizeof(text), &bytes), QLA_OK);
   EXPECT_GT(bytes, sizeof(text));
   EXPECT_EQ(std::string(text).size(), sizeof(text) - 1);
+}
+
+TEST(Plan, RangeOfALength) {
+  qla_plan plan{};
+  plan.struct_size = sizeof(plan);
+  qla_gdn_forward_args args = packed(640, 1, 1, 2);
+  args.cp_segment_chunks = 1000000000000;
+  const int64_t length = 640;
+  for (const auto& [mode, expected] : {std::pair{QLA_CP_FIXED, "1 to 2147483647 with QLA_CP_FIXED"},
+                                       std::pair{QLA_CP_PLAN, "0 to 2147483647 with QLA_CP_PLAN"}}) {
+    args.cp_mode = mode;
+    EXPECT_EQ(qla_gdn_plan(&args, &length, 1, nullptr, &plan), QLA_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(qla_last_error()).find(std::string("expected ") + expected), std::string::npos) << qla_last_error();
+  }
 }
 
 TEST(Plan, Refusals) {
