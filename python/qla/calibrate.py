@@ -7,6 +7,7 @@ non-negative least-squares fit over some eighty calls, relative errors weighted 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import time
@@ -227,10 +228,68 @@ def fit(samples: list[dict[str, Any]], sms: int, start: dict[str, float]) -> tup
     return costs, rms, worst
 
 
+def without_calls(samples: list[dict[str, Any]], sms: int, costs: dict[str, float]) -> list[str]:
+    """The constants that no sample has: fit() keeps them."""
+    rows = [coefficients(s["lengths"], s["heads"], s["segment"], s["form"], sms, costs) for s in samples]
+    return [name for name in costs if not any(row.get(name, 0.0) for row in rows)]
+
+
+def count(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def is_sample(row: Any) -> bool:
+    if not isinstance(row, dict) or not {"lengths", "heads", "segment", "form", "us"} <= row.keys():
+        return False
+    lengths, heads, us = row["lengths"], row["heads"], row["us"]
+    return (
+        isinstance(lengths, list)
+        and len(lengths) > 0
+        and all(count(n, 1) for n in lengths)
+        and isinstance(heads, list)
+        and len(heads) == 2
+        and all(count(n, 1) for n in heads)
+        and heads[1] % heads[0] == 0
+        and count(row["segment"], 0)
+        and row["form"] in (1, 2, FUSED)
+        and type(us) in (int, float)
+        and 0 < us < math.inf
+    )
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    advice = "`qla calibrate --keep FILE` writes such a file on a GPU"
+    samples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not is_sample(row):
+            shown = line if len(line) <= 60 else line[:60] + " .."
+            raise ValueError(
+                f'--samples: {path}:{number}: expected a call, {{"lengths": [8192], "heads": [2, 8], "segment": 16, "form": 1, "us": 100.5}} '
+                f"(segment: chunks, 0 uncut; form: 1 whole, 2 halves of V, {FUSED} fused), got {shown!r}; {advice}"
+            )
+        samples.append(row)
+    if not samples:
+        raise ValueError(f"--samples: expected a line for each call, got the empty file {path}; {advice}")
+    return samples
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("qla_costs.txt"), help="the file to write; QLA_COSTS then names it")
     parser.add_argument(
-        "--samples", type=Path, help="fit these JSON lines (lengths, heads, segment, form, us) and measure nothing"
+        "--out",
+        type=Path,
+        default=Path("qla_costs.txt"),
+        help="the file to write, with its folder; QLA_COSTS then names it (default qla_costs.txt)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=Path,
+        help="fit these JSON lines (lengths, heads, segment, form, us) and measure nothing; constants that none of them has are kept as shipped",
     )
     parser.add_argument("--keep", type=Path, help="also write what was measured, as JSON lines")
     parser.add_argument("--multiprocessors", type=int, help="with --samples: of the device they come from (default 132)")
@@ -250,8 +309,19 @@ def take_samples() -> list[dict[str, Any]]:
 
 def main(args: argparse.Namespace) -> int:
     started = time.perf_counter()
+    if args.multiprocessors is not None and not args.samples:
+        raise ValueError(
+            "--multiprocessors: expected with --samples, got it alone; without --samples the GPU at hand says how many it has"
+        )
+    if args.multiprocessors is not None and args.multiprocessors < 1:
+        raise ValueError(f"--multiprocessors: expected 1 or more, got {args.multiprocessors}; an H200 has 132")
+    for module in ("numpy",) if args.samples else ("torch", "numpy"):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ImportError(f"needs {module} ({error}): pip install {module}") from error
     if args.samples:
-        samples = [json.loads(line) for line in args.samples.read_text().splitlines() if line.strip()]
+        samples = read_samples(args.samples)
         sms, name = args.multiprocessors or 132, str(args.samples)
     else:
         import torch
@@ -262,7 +332,15 @@ def main(args: argparse.Namespace) -> int:
             )
         device = torch.cuda.get_device_properties(0)
         sms, name = device.multi_processor_count, device.name
+        args.out.parent.mkdir(parents=True, exist_ok=True)  # before anything is measured for it
         samples = take_samples()
+    kept = without_calls(samples, sms, SHIPPED)
+    if len(samples) < len(SHIPPED) - len(kept):
+        raise ValueError(
+            f"--samples: expected at least {len(SHIPPED) - len(kept)} calls for the {len(SHIPPED) - len(kept)} constants that they have, "
+            f"got {len(samples)}; `qla calibrate --keep FILE` measures some eighty"
+        )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.keep:
         args.keep.write_text("".join(json.dumps(s) + "\n" for s in samples))
     costs, rms, worst = fit(samples, sms, SHIPPED)
@@ -270,8 +348,15 @@ def main(args: argparse.Namespace) -> int:
         f"# constants of the cost model, microseconds: {name}, {sms} multiprocessors, {time.strftime('%Y-%m-%d')}",
         f"# {len(samples)} calls, {100 * rms:.1f} % rms, largest error {100 * worst:.1f} %",
     ]
+    if kept:
+        head.append(f"# not fitted, an H200's as shipped, because no call has them: {', '.join(kept)}")
     lines = [f"{key} {value:.4g}" for key, value in costs.items()]
     args.out.write_text("\n".join(head + lines) + "\n")
-    print("\n".join(head + [f"{line}    (H200 as shipped: {SHIPPED[line.split()[0]]})" for line in lines]))
+    notes = ["not fitted: as shipped" if key in kept else f"H200 as shipped: {SHIPPED[key]}" for key in costs]
+    print("\n".join(head + [f"{line}    ({note})" for line, note in zip(lines, notes)]))
+    if kept:
+        print(
+            "what was fitted and what was kept may come from different libraries, and the planner compares them: measure both with `qla calibrate`"
+        )
     print(f"{time.perf_counter() - started:.1f} s; use it with QLA_COSTS={args.out}")
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import qla
-from qla import calibrate, planbench, sweep
+from qla import calibrate, cli, planbench, sweep
 from qla.bench_grid import Row
 
 pytest.importorskip("numpy")
@@ -110,6 +110,54 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path: Path) -> None:
 def test_calibrate_without_a_gpu_says_so(tmp_path: Path) -> None:
     done = run("calibrate", "--out", str(tmp_path / "costs.txt"))
     assert done.returncode == 2 and "no GPU" in done.stderr and not (tmp_path / "costs.txt").exists()
+
+
+def test_samples_without_the_fused_form_keep_its_constants(tmp_path: Path) -> None:
+    samples, costs = [], tmp_path / "folder/costs.txt"
+    for lengths, heads, segments in calibrate.CASES:
+        for segment in segments:
+            for form in (1, 2):
+                row = calibrate.coefficients(lengths, heads, segment, form, 132, calibrate.SHIPPED)
+                us = 1.1 * sum(calibrate.SHIPPED[name] * x for name, x in row.items())
+                samples.append({"lengths": lengths, "heads": heads, "segment": segment, "form": form, "us": us})
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    done = run("calibrate", "--samples", str(tmp_path / "samples.jsonl"), "--out", str(costs))
+    assert done.returncode == 0, done.stderr
+    kept = [line.split()[0] for line in done.stdout.splitlines() if "not fitted: as shipped" in line]
+    assert kept == ["fused_4", "fused_2", "fused_1", "fused_quiet", "intra_launch", "fused_cut", "cut_fused"]
+    text = costs.read_text()
+    assert f"no call has them: {', '.join(kept)}" in text and "fused_4 2.34\n" in text and "launches 16.17\n" in text
+    assert run("plan", "8192", "--backend", "cuda", QLA_COSTS=str(costs)).returncode == 0  # the library reads it
+
+
+GOOD = {"lengths": [64], "heads": [2, 8], "segment": 0, "form": 1, "us": 9.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# Title\n", ":1: expected a call"),
+        (json.dumps(GOOD) + '\n{"pass": "fwd", "lengths": "1x64", "heads": "2, 8"}\n', ":2: expected a call"),
+        (json.dumps({**GOOD, "us": 0}), "got '{"),
+        (json.dumps({**GOOD, "heads": [2, 3]}), "got '{"),
+        (json.dumps({**GOOD, "form": 4}), "got '{"),
+        (json.dumps({**GOOD, "lengths": []}), "got '{"),
+        ("", "empty file"),
+        (json.dumps(GOOD), "expected at least"),
+    ],
+)
+def test_samples_that_are_none_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "samples").write_text(text)
+    assert cli.main(["calibrate", "--samples", str(tmp_path / "samples"), "--out", str(tmp_path / "costs.txt")]) == 2
+    error = capsys.readouterr().err
+    assert "--samples: " in error and said in error and "qla calibrate --keep" in error, error
+    assert not (tmp_path / "costs.txt").exists()
+
+
+def test_calibrate_without_numpy_says_so(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ImportError('hidden')")
+    done = run("calibrate", "--samples", "x", PYTHONPATH=os.pathsep.join([str(tmp_path), PACKAGES]))
+    assert done.returncode == 2 and "pip install numpy" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_segment_lengths_of_a_sweep() -> None:
