@@ -152,3 +152,18 @@ def test_file_check_refuses_length_and_blanks(tmp_path):
     (tmp_path / "blank.py").write_text("x = 1 \n")
     done = subprocess.run([sys.executable, "tools/check_files.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "long.cpp: 601 lines" in done.stdout and "blank.py:1" in done.stdout
+
+
+def test_readme_figures_are_written_only_when_asked_for(tmp_path):
+    shutil.copytree(TOOLS, tmp_path / "tools")
+    (tmp_path / "docs").mkdir()
+    shutil.copytree(ROOT / "docs/bench", tmp_path / "docs/bench")
+    recorded = (ROOT / "README.md").read_text()
+    changed = recorded.replace("GFLOP/s of AVX2", "GFLOP/s or so of AVX2").replace("no row slower", "some rows slower")
+    assert changed != recorded
+    (tmp_path / "README.md").write_text(changed)
+    for words, code in ((("--help",), 0), (("--check",), 1), (("--nothing",), 2)):
+        assert tool("readme_figures.py", *words, root=tmp_path).returncode == code
+        assert (tmp_path / "README.md").read_text() == changed, words
+    assert tool("readme_figures.py", root=tmp_path).returncode == 0
+    assert (tmp_path / "README.md").read_text() == recorded
