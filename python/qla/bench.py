@@ -13,7 +13,20 @@ from typing import Any
 def item_range(text: str) -> tuple[int, int]:
     """ "64:" or "64" at least, ":63" at most, "64:128" between."""
     first, _, last = text.partition(":")
-    return int(first or 0), int(last or 10**9)
+    try:
+        least, most = int(first or 0), int(last or 10**9)
+    except ValueError:
+        least, most = 1, 0
+    if not 0 <= least <= most:
+        raise argparse.ArgumentTypeError(f"expected e.g. 64: (at least 64), :63 (at most) or 64:128, got {text!r}")
+    return least, most
+
+
+# Options that a bench of the CPU would ignore, and what they are when not given.
+ONLY_ON_A_GPU: dict[str, Any] = {
+    "direction": "both", "rows": None, "items": None, "table": None, "budget": 0.1, "peers": "auto", "rounds": 3,
+    "flash_qla_path": None, "kernels": False, "host": False,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="what a call pays for having asked whether to cut, where nothing is cut",
     )
-    gpu.add_argument(
-        "--pass", dest="direction", choices=["fwd", "bwd", "both"], default="both", help="rows of which pass (default both)"
-    )
+    gpu.add_argument("--pass", dest="direction", choices=["fwd", "bwd", "both"], help="rows of which pass (default both)")
     gpu.add_argument(
         "--rows",
         help="only rows whose 'pass model lengths Hk,Hv' contains every one of these comma-separated words, e.g. '1x,2:8'",
@@ -54,21 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument(
         "--budget",
         type=float,
-        default=0.1,
         help="seconds of timed replays for a row, after 25 ms that are not timed (default 0.1)",
     )
     gpu.add_argument(
         "--peers",
-        default="auto",
         help="measured beside ours: auto (those that import), none, or a list of fla,flashinfer,flash_qla",
     )
-    gpu.add_argument("--rounds", type=int, default=3, help="with peers: how often ours and theirs are timed in turn (default 3)")
-    gpu.add_argument(
-        "--items", type=item_range, default=(0, 10**9), help="only rows of so many sequences x value heads: 64: or :63"
-    )
+    gpu.add_argument("--rounds", type=int, help="with peers: how often ours and theirs are timed in turn (default 3)")
+    gpu.add_argument("--items", type=item_range, help="only rows of so many sequences x value heads: 64: or :63")
     gpu.add_argument("--flash-qla-path", type=Path, help="a checkout of the original FlashQLA, timed in its own process")
     gpu.add_argument("--kernels", action="store_true", help="also the time of each kernel of a call (torch.profiler)")
     gpu.add_argument("--host", action="store_true", help="also the host cost of a call, eager and captured")
+    parser.set_defaults(**ONLY_ON_A_GPU)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -104,14 +112,12 @@ def main(args: argparse.Namespace) -> int:
     return bench_cuda.main(args)
 
 
-ONLY_ON_A_GPU = ("rows", "kernels", "host", "flash_qla_path")  # of those whose default says that they were not given
-
-
 def check(args: argparse.Namespace, device: str) -> None:
     """What argparse cannot see."""
-    for name in ONLY_ON_A_GPU if device == "cpu" else ():
-        if getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')}: expected on a GPU, got --device cpu; add --grid published or --sweep")
+    for name, default in ONLY_ON_A_GPU.items() if device == "cpu" else ():
+        if getattr(args, name) != default:
+            option = "pass" if name == "direction" else name.replace("_", "-")
+            raise ValueError(f"--{option}: expected on a GPU, got a bench of the CPU; add --grid published, or leave it away")
     for name in ("tokens", "seconds", "budget", "rounds"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}: expected more than 0, got {getattr(args, name)}")

@@ -242,9 +242,10 @@ def main(args: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise ValueError("torch sees no GPU, and the published rows are a GPU's; `qla bench` alone measures the CPU")
-    rows = [r for r in read_rows(find_table(args.table), args.direction, args.rows) if args.items[0] <= r.items <= args.items[1]]
+    least, most = args.items or (0, 10**9)
+    rows = [r for r in read_rows(find_table(args.table), args.direction, args.rows) if least <= r.items <= most]
     if not rows:
-        raise ValueError(f"--items: no row has {args.items[0]} to {args.items[1]} sequences x value heads")
+        raise ValueError(f"--items: no row has {least} to {most} sequences x value heads")
     device = torch.cuda.get_device_properties(0)
     call = our_call()
     peers = bench_beside.wanted(args)

@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--heads" in words[:-1]:  # 2 8, or 2,8 as the tables write them
         at = words.index("--heads") + 1
         words[at : at + 1] = words[at].split(",")
+    if "--log-decay" in words:  # argparse takes -inf and -1e-3 for options, unless a blank comes first
+        at = words.index("--log-decay") + 1
+        while at < len(words) and is_number(words[at]):
+            words[at] = " " + words[at]
+            at += 1
     top = parser()
     args = top.parse_args(words)
     if args.command is None:
@@ -69,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"qla {args.command}: {error.filename or 'a file'}: {error.strerror or error}; choose another path", file=sys.stderr
         )
         return 2
+
+
+def is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def installed(distribution: str) -> str:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="mean log decay a token, one for each value head (repeated in turn); 0 never forgets. Without it usual gates are assumed, a quarter of the heads never forgetting",
     )
-    parser.add_argument("--png", type=Path, help="draw the plan into this file")
+    parser.add_argument("--png", type=Path, help="draw the plan into this file, with its folder (needs matplotlib)")
     parser.add_argument("--list", action="store_true", help="print every work item")
 
 
@@ -139,7 +139,9 @@ def main(args: argparse.Namespace) -> int:
     if args.log_decay:
         for value in args.log_decay:
             if not value <= 0 or math.isinf(value):  # NaN too
-                raise ValueError(f"--log-decay: expected finite numbers of 0 or less, got {value}; the log of a decay in (0, 1]")
+                raise ValueError(
+                    f"--log-decay: expected finite numbers of 0 or less, got {value}; the log of a decay in (0, 1], -100 forgets all"
+                )
         decays = chunk_decays(lengths, args.log_decay, hv)
     plan = make_plan(lengths, (hk, hv), args.dtype, args.backend, args.cp, args.segment_chunks, decays)
     print(plan.text.partition("\n  sequence head ")[0].rstrip())  # the items: all of them with --list, drawn with --png

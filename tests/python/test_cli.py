@@ -63,6 +63,13 @@ def test_plan_prints_lists_and_draws(tmp_path):
     assert "sequence head" in done.stdout and picture.stat().st_size > 5000
 
 
+def test_decays_as_floats_are_written():
+    plain, power = (
+        run("plan", "65536", "--backend", "cuda", "--log-decay", *words) for words in (("-0.001", "-2"), ("-1e-3", "-2e0"))
+    )
+    assert power.returncode == 0 and power.stdout == plain.stdout, power.stderr
+
+
 def test_plan_of_nothing_says_so():
     done = run("plan", "0")
     assert done.returncode == 0 and done.stdout.startswith("plan: no tokens: nothing to compute\n"), done.stdout
@@ -88,6 +95,7 @@ def test_heads_with_a_comma():
         (("plan", "64", "--backend", "cuda", "--dtype", "fp64"), "q: expected bfloat16 or float16 on CUDA, got float64"),
         (("plan", "64", "--log-decay", "0.5"), "--log-decay: expected finite numbers of 0 or less, got 0.5"),
         (("plan", "64", "--log-decay", "nan"), "--log-decay"),
+        (("plan", "64", "--log-decay", "-inf"), "--log-decay: expected finite numbers of 0 or less, got -inf"),
         (("plan", str(1 << 70)), "lengths: expected fewer than"),
         (("plan", "64", "--cp", "fixed", "--segment-chunks", str(1 << 70)), "--segment-chunks: expected at most"),
         (("plan", "64", "--png", "."), "--png: expected a file to write, got the folder"),
@@ -95,6 +103,11 @@ def test_heads_with_a_comma():
         (("selftest", "--seconds", "0"), "--seconds"),
         (("bench", "--tokens", "0"), "--tokens"),
         (("bench", "--rows", "1x"), "--grid published"),
+        (("bench", "--items", "64:"), "--items: expected on a GPU, got a bench of the CPU; add --grid published"),
+        (("bench", "--items", "64:8"), "--items: expected e.g. 64:"),
+        (("bench", "--pass", "fwd"), "--pass: expected on a GPU"),
+        (("bench", "--peers", "none"), "--peers: expected on a GPU"),
+        (("calibrate", "--multiprocessors", "78"), "--multiprocessors: expected with --samples"),
         (("bench", "--cases", "nothing of the kind", "--seconds", "0.01"), "--cases"),
         ((), "usage: qla"),
         (("plan", "64", "--heads", "2", "3"), "multiple"),
