@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU that our kernels serve, else the CPU"
     )
-    parser.add_argument("--out", type=Path, default=Path("out/demo.png"), help="where the picture goes (default out/demo.png)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo.png"), help="where the picture goes; its folder is made (default out/demo.png)"
+    )
 
 
 def read_corpus(limit: int = 6_000_000) -> bytes:
@@ -268,8 +270,10 @@ def main(args: argparse.Namespace) -> int:
         "first_loss": ours.losses[0],
         "last_loss": sum(ours.losses[-10:]) / len(ours.losses[-10:]),
     }
+    last = min(10, args.steps)
     print(
-        f"loss {result['first_loss']:.3f} -> {result['last_loss']:.3f} nats a byte in {args.steps} steps, {ours.median_ms():.0f} ms a step"
+        f"loss {result['first_loss']:.3f} (first step) -> {result['last_loss']:.3f} (mean of the last {last}) nats a byte in {args.steps} steps, "
+        f"{ours.median_ms():.0f} ms a step"
     )
     agree = True
     if compare:

@@ -42,21 +42,33 @@ def demo_picture(
     save(figure, path)
 
 
+def whole_steps(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def draw_losses(axis: Any, ours: Any, theirs: Any) -> None:
     axis.plot(range(1, len(ours.losses) + 1), ours.losses, color=OURS, lw=1.2, label="qla")
     if theirs.losses:
         axis.plot(range(1, len(theirs.losses) + 1), theirs.losses, color=THEIRS, lw=2.5, ls=(0, (2, 2)), label=theirs.name)
     axis.set(title="Loss, same seed and batches", xlabel="step", ylabel="nats a byte")
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, loc="upper right")
+    whole_steps(axis)
     if theirs.losses:
-        inset = axis.inset_axes([0.42, 0.36, 0.55, 0.36])
+        drawn = ours.losses + theirs.losses
+        low, high = min(drawn), max(drawn)
+        room = max(high - low, 0.01)
+        axis.set_ylim(low - 0.05 * room, high + 1.1 * room)  # the curves below, legend and differences above
+        inset = axis.inset_axes([0.09, 0.58, 0.42, 0.3])
         steps = range(1, len(theirs.losses) + 1)
         gaps = [max(abs(a - b), 1e-9) for a, b in zip(ours.losses, theirs.losses)]
         inset.semilogy(steps, gaps, color=GREY, marker=".", lw=0.8)
         inset.axhline(1e-3, color=THEIRS, lw=0.8, ls=":")
         inset.set_title("|difference|; dotted: limit 1e-3", fontsize=8)
         inset.tick_params(labelsize=7)
+        whole_steps(inset)
 
 
 def draw_step_times(axis: Any, ours: Any, theirs: Any) -> None:
@@ -68,6 +80,7 @@ def draw_step_times(axis: Any, ours: Any, theirs: Any) -> None:
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
+    whole_steps(axis)
 
 
 def draw_half_lives(axis: Any, before: list[list[float]], after: list[list[float]], length: int) -> None:
