@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         nargs="+",
         metavar="G",
-        help="mean log decay a token, one for each value head (repeated in turn); 0 never forgets. Without it usual gates are assumed, a quarter of the heads never forgetting",
+        help="mean log decay a token, one for each value head (repeated in turn); 0 never forgets. "
+        "Without it usual gates are assumed, a quarter of the heads never forgetting",
     )
     parser.add_argument("--png", type=Path, help="draw the plan into this file, with its folder (needs matplotlib)")
     parser.add_argument("--list", action="store_true", help="print every work item")
