@@ -44,28 +44,31 @@ def longest_chunks(lengths: list[int]) -> int:
     return math.ceil(max(lengths) / 64)
 
 
-def open_copies(folder: Path) -> dict[int, ctypes.CDLL]:
-    """One instance of the library a form; each reads its environment once, at its first call."""
+def open_copy(folder: Path, form: int) -> ctypes.CDLL:
+    """An instance of the library whose cost model makes all forms but this one prohibitive; it reads its environment once, at its first call."""
     path = _ffi.library_path()
     if path is None:
         _ffi.lib()  # raises, saying where it looked
     assert path is not None
-    libraries = {OWN: _ffi.lib()}
+    copy, file = folder / f"libqla_{form}.so", folder / f"costs_{form}"
+    shutil.copy(path, copy)
+    file.write_text(FORCED[form])
     before = os.environ.get("QLA_COSTS")
-    for form, costs in FORCED.items():
-        copy, file = folder / f"libqla_{form}.so", folder / f"costs_{form}"
-        shutil.copy(path, copy)
-        file.write_text(costs)
-        os.environ["QLA_COSTS"] = str(file)
-        try:
-            libraries[form] = _ffi.open_library(str(copy))
-            row = Row("fwd", "", "", [64], (1, 1))
-            plan_with(libraries[form], shape_args(row, Planned(0, form)), row)
-        finally:
-            os.environ.pop("QLA_COSTS")
-            if before is not None:
-                os.environ["QLA_COSTS"] = before
-    return libraries
+    os.environ["QLA_COSTS"] = str(file)
+    try:
+        library = _ffi.open_library(str(copy))
+        row = Row("fwd", "", "", [64], (1, 1))
+        plan_with(library, shape_args(row, Planned(0, form)), row)
+    finally:
+        os.environ.pop("QLA_COSTS")
+        if before is not None:
+            os.environ["QLA_COSTS"] = before
+    return library
+
+
+def open_copies(folder: Path) -> dict[int, ctypes.CDLL]:
+    """One instance of the library a form."""
+    return {OWN: _ffi.lib(), **{form: open_copy(folder, form) for form in FORCED}}
 
 
 def set_plan(args: _ffi.ForwardArgs, plan: Planned) -> None:

@@ -1,11 +1,9 @@
-"""What stress_cuts.py and stress_direct.py share: copies of the library, one a form, and where two results differ."""
+"""What the kinds of stress.py share: copies of the library, one a form, and where two results differ."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -14,14 +12,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 import torch
 
 from qla import _ffi
-from qla.bench_grid import Row
-from qla.planbench import FORCED, FUSED, HALVES, OWN, WHOLE, Planned, checked, plan_with, shape_args
+from qla.planbench import FUSED, HALVES, OWN, WHOLE, checked, open_copy
 
 NAMES = {OWN: "own", WHOLE: "whole", HALVES: "halves", FUSED: "fused"}
 
 
 class Library:
-    """A copy of the library a form, each with a cost model in which the others are prohibitive (qla.planbench.open_copies)."""
+    """A copy of the library a form (qla.planbench.open_copy), opened when it is asked for."""
 
     def __init__(self, folder: Path, on_card: bool = True) -> None:
         self.folder, self.on_card = folder, on_card
@@ -34,21 +31,7 @@ class Library:
 
     def of(self, form: int) -> ctypes.CDLL:
         if form not in self.opened:
-            path = _ffi.library_path()
-            assert path is not None
-            copy, costs = self.folder / f"libqla_{form}.so", self.folder / f"costs_{form}"
-            shutil.copy(path, copy)
-            costs.write_text(FORCED[form])
-            before = os.environ.get("QLA_COSTS")
-            os.environ["QLA_COSTS"] = str(costs)
-            try:
-                self.opened[form] = library = _ffi.open_library(str(copy))
-                row, planned = Row("fwd", "", "", [64], (1, 1)), Planned(0, form)
-                plan_with(library, shape_args(row, planned), row)
-            finally:
-                os.environ.pop("QLA_COSTS")
-                if before is not None:
-                    os.environ["QLA_COSTS"] = before
+            self.opened[form] = open_copy(self.folder, form)
             self.prepare(form)
         return self.opened[form]
 
