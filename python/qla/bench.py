@@ -117,7 +117,7 @@ def check(args: argparse.Namespace, device: str) -> None:
     for name, default in ONLY_ON_A_GPU.items() if device == "cpu" else ():
         if getattr(args, name) != default:
             option = "pass" if name == "direction" else name.replace("_", "-")
-            raise ValueError(f"--{option}: expected on a GPU, got a bench of the CPU; add --grid published, or leave it away")
+            raise ValueError(f"--{option}: expected on a GPU, got a bench of the CPU; add --grid published, or leave it out")
     for name in ("tokens", "seconds", "budget", "rounds"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}: expected more than 0, got {getattr(args, name)}")

@@ -234,6 +234,11 @@ def without_calls(samples: list[dict[str, Any]], sms: int, costs: dict[str, floa
     return [name for name in costs if not any(row.get(name, 0.0) for row in rows)]
 
 
+def make_folders(args: argparse.Namespace) -> None:
+    for path in filter(None, (args.out, args.keep)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
 def count(value: Any, least: int) -> bool:
     return type(value) is int and value >= least
 
@@ -332,15 +337,16 @@ def main(args: argparse.Namespace) -> int:
             )
         device = torch.cuda.get_device_properties(0)
         sms, name = device.multi_processor_count, device.name
-        args.out.parent.mkdir(parents=True, exist_ok=True)  # before anything is measured for it
+        make_folders(args)  # before anything is measured for them
         samples = take_samples()
     kept = without_calls(samples, sms, SHIPPED)
-    if len(samples) < len(SHIPPED) - len(kept):
+    different = len({json.dumps([s[name] for name in ("lengths", "heads", "segment", "form")]) for s in samples})
+    if different < len(SHIPPED) - len(kept):
         raise ValueError(
-            f"--samples: expected at least {len(SHIPPED) - len(kept)} calls for the {len(SHIPPED) - len(kept)} constants that they have, "
-            f"got {len(samples)}; `qla calibrate --keep FILE` measures some eighty"
+            f"--samples: expected at least {len(SHIPPED) - len(kept)} different calls for the {len(SHIPPED) - len(kept)} constants that "
+            f"they have, got {different}; `qla calibrate --keep FILE` measures some eighty"
         )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(args)
     if args.keep:
         args.keep.write_text("".join(json.dumps(s) + "\n" for s in samples))
     costs, rms, worst = fit(samples, sms, SHIPPED)

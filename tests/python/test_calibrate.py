@@ -144,6 +144,7 @@ GOOD = {"lengths": [64], "heads": [2, 8], "segment": 0, "form": 1, "us": 9.5}
         (json.dumps({**GOOD, "lengths": []}), "got '{"),
         ("", "empty file"),
         (json.dumps(GOOD), "expected at least"),
+        (40 * (json.dumps(GOOD) + "\n"), "different calls"),
     ],
 )
 def test_samples_that_are_none_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
